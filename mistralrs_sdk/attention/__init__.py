@@ -1,0 +1,1 @@
+"""How keys and values are kept and attended to."""

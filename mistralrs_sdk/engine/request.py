@@ -1,0 +1,59 @@
+"""What crosses the thread boundary: requests in, outputs out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from mistralrs_sdk.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "canceled", "error"]
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """One user's ask, as the engine sees it: ids and resolved settings."""
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    """Resolved: temperature, top_k, top_p, min_p and the penalties are numbers, never None."""
+    max_tokens: int
+    """Most tokens to generate per choice; at least 1, and within the context."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end a choice; they count as generated."""
+    seed: int = 0
+    dry_breakers: frozenset[int] = frozenset()
+    """Ids that end a repetition for DRY (`SamplingParams.dry_params`), already tokenised."""
+
+
+@attrs.frozen(kw_only=True)
+class TokenLogprobs:
+    """Log probabilities at one generated token: natural log-softmax of the model's raw logits."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely ids and their log probabilities, best first."""
+
+
+@attrs.frozen(kw_only=True)
+class RequestOutput:
+    """New tokens of one choice of one request."""
+
+    request_id: int
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token if the request asked for them."""
+    finish_reason: FinishReason | None = None
+    """Set on the choice's last output. With "stop" the last token id is the one that ended it."""
+    error: str | None = None
+    """Set with finish_reason "error"."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+    prompt_time: float = 0.0
+    """Seconds from being scheduled first to the first token."""
+    completion_time: float = 0.0
+    """Seconds from the first token to the newest."""

@@ -1,0 +1,58 @@
+"""The exceptions of the package.
+
+    MistralRsError
+      ConfigError(ValueError)        a setting is out of range, or two settings contradict
+      ModelLoadError                 not found, download failed, corrupt, out of memory while loading
+        UnsupportedError             architecture, quantisation or backend: the message lists every reason
+      RequestError(ValueError)       empty prompt, longer than the context, bad sampling value, template refusal
+      QueueFullError                 the admission limit is reached
+      InferenceError                 this request failed; `partial_response` holds what it had produced
+      EngineDeadError                the engine stopped; its cause is chained
+      EngineClosedError              used after `aclose()`
+
+Catch `MistralRsError` to catch all of them; catch a leaf to act on one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MistralRsError(Exception):
+    """Any error this package raises on purpose."""
+
+
+class ConfigError(MistralRsError, ValueError):
+    """A setting is out of range, or contradicts another."""
+
+
+class ModelLoadError(MistralRsError):
+    """The model cannot be found, fetched, read or held in memory."""
+
+
+class UnsupportedError(ModelLoadError):
+    """The model or the machine needs something this package does not do."""
+
+
+class RequestError(MistralRsError, ValueError):
+    """The request itself is at fault; nothing was computed."""
+
+
+class QueueFullError(MistralRsError):
+    """Too many requests are waiting; try again later."""
+
+
+class InferenceError(MistralRsError):
+    """One request failed while it was running; the others go on."""
+
+    def __init__(self, message: str, *, partial_response: Any = None) -> None:
+        super().__init__(message)
+        self.partial_response = partial_response
+
+
+class EngineDeadError(MistralRsError):
+    """The engine stopped because of the chained error; build the model again."""
+
+
+class EngineClosedError(MistralRsError):
+    """The model was closed."""

@@ -1,0 +1,1 @@
+"""From a name to weights in memory: hub, safetensors, GGUF."""

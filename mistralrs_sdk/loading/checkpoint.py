@@ -1,0 +1,56 @@
+"""What every checkpoint format is turned into before the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+
+@attrs.frozen(kw_only=True)
+class TensorSource:
+    """One tensor of a checkpoint, not yet read."""
+
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+    """Reads it: Hugging Face layout, in the file's float type (block-quantised ones in float32)."""
+
+
+@attrs.frozen(kw_only=True)
+class TokenizerFiles:
+    """The tokenizer and what surrounds it."""
+
+    tokenizer: Tokenizer
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_ids: frozenset[int]
+    """Every id that ends a turn, from the tokenizer, the config and the generation config."""
+    adds_bos: bool
+    """Whether raw text gets a BOS in front (encoding with special tokens does it)."""
+    chat_template: str | None
+    template_source: str | None
+    """Where the template came from, in words, for `describe()`."""
+
+
+@attrs.frozen(kw_only=True)
+class Checkpoint:
+    """A checkpoint that was opened: headers read and checked, weights still on disk."""
+
+    name: str
+    """What the user called it: hub id, folder or file."""
+    files: tuple[Path, ...]
+    config: Mapping[str, Any]
+    """Hugging Face style `config.json`, also for GGUF."""
+    tensors: Mapping[str, TensorSource]
+    """By Hugging Face parameter name, for example "model.layers.0.self_attn.q_proj.weight"."""
+    tokenizer: TokenizerFiles
+    generation_config: Mapping[str, Any]
+    """Contents of `generation_config.json`, {} if there is none."""
+    format: str
+    """safetensors or gguf, with the weight types, for `describe()`."""

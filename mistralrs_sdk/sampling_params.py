@@ -1,0 +1,163 @@
+"""How the next token is chosen: the sampling settings of a request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from mistralrs_sdk.errors import RequestError
+
+MAX_TOP_LOGPROBS = 20
+"""The most alternatives per token a request may ask for (OpenAI's limit)."""
+
+
+@attrs.frozen
+class StopTokens:
+    """What ends a completion besides the model's own end tokens: strings, token ids, or both.
+
+    `StopTokens.Seqs(["\\n\\n"])` and `StopTokens.Ids([42])` read as in mistral.rs.
+    """
+
+    seqs: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+
+    @classmethod
+    def Seqs(cls, seqs: Iterable[str]) -> StopTokens:  # noqa: N802 (mistral.rs' name)
+        return cls(seqs=seqs)
+
+    @classmethod
+    def Ids(cls, ids: Iterable[int]) -> StopTokens:  # noqa: N802 (mistral.rs' name)
+        return cls(ids=ids)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.seqs and not self.ids:
+            raise RequestError("stop_toks is empty: give at least one string or id, or leave it unset")
+        for seq in self.seqs:
+            if not isinstance(seq, str) or not seq:
+                raise RequestError(f"stop string {seq!r} must be a non-empty string")
+        for token in self.ids:
+            _require_int("stop token id", token, minimum=0)
+
+
+@attrs.frozen(kw_only=True)
+class DrySamplingParams:
+    """Penalise tokens that would continue a repetition (DRY). A multiplier of 0 turns it off."""
+
+    multiplier: float = 0.0
+    base: float = 1.75
+    allowed_length: int = 2
+    sequence_breakers: tuple[str, ...] = attrs.field(default=("\n", ":", '"', "*"), converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        _require_number("dry multiplier", self.multiplier, minimum=0.0)
+        _require_number("dry base", self.base, minimum=1.0)
+        _require_int("dry allowed_length", self.allowed_length, minimum=0)
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """The sampling settings of one request. None means unset: the model's generation_config decides.
+
+    Applied in this order to float32 logits: DRY, frequency and presence penalty (generated tokens),
+    repetition penalty (prompt and generated tokens), logits bias, temperature, top-k, top-p (of the
+    mass top-k left), min-p, then one draw. See docs/sampling.md for ranges and off values.
+
+    Raises:
+        RequestError: a value is out of range or not a number.
+    """
+
+    temperature: float | None = None
+    """0 (or below 1e-7) takes the most likely token. Unset everywhere: 1.0."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; 0 or -1 keeps all, 1 is greedy."""
+    top_p: float | None = None
+    """Keep the most likely tokens until their mass reaches this; 1 keeps all."""
+    min_p: float | None = None
+    """Drop tokens at most this likely relative to the most likely one; 0 keeps all."""
+    top_n_logprobs: int = 0
+    """Alternatives reported per token, 0 to 20."""
+    return_logprobs: bool = False
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop_toks: StopTokens | None = None
+    include_stop: bool = False
+    """Keep the matched stop string at the end of the text."""
+    ignore_eos: bool = False
+    max_len: int | None = None
+    """Most tokens to generate; None: until the end token or the end of the context."""
+    logits_bias: Mapping[int, float] | None = attrs.field(default=None, hash=False)
+    n_choices: int = 1
+    dry_params: DrySamplingParams | None = None
+    seed: int | None = None
+    """Fixes the draws of this request whatever runs beside it; None draws a fresh seed."""
+
+    @classmethod
+    def deterministic(cls) -> SamplingParams:
+        """Greedy: always the most likely token."""
+        return cls(top_k=1)
+
+    @classmethod
+    def neutral(cls) -> SamplingParams:
+        """Everything unset: the model's own defaults."""
+        return cls()
+
+    def __attrs_post_init__(self) -> None:
+        _require_number("temperature", self.temperature, minimum=0.0)
+        _require_number("top_p", self.top_p, minimum=0.0, maximum=1.0)
+        _require_number("min_p", self.min_p, minimum=0.0, maximum=1.0)
+        _require_int("top_k", self.top_k, minimum=-1)
+        _require_int("top_n_logprobs", self.top_n_logprobs, minimum=0, maximum=MAX_TOP_LOGPROBS)
+        _require_number("frequency_penalty", self.frequency_penalty)
+        _require_number("presence_penalty", self.presence_penalty)
+        _require_number("repetition_penalty", self.repetition_penalty, above=0.0)
+        _require_int("max_len", self.max_len, minimum=1)
+        _require_int("n_choices", self.n_choices, minimum=1)
+        _require_int("seed", self.seed, minimum=0)
+        for token, bias in (self.logits_bias or {}).items():
+            _require_int("logits_bias token id", token, minimum=0)
+            _require_number(f"logits_bias of token {token}", bias)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the draw cannot matter."""
+        return self.top_k == 1 or (self.temperature is not None and self.temperature < 1e-7)
+
+
+def _require_int(
+    name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} ({value!r}) must be a whole number")
+    _require_range(name, value, minimum, maximum)
+
+
+def _require_number(
+    name: str,
+    value: Any,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} ({value!r}) must be a finite number")
+    if above is not None and value <= above:
+        raise RequestError(f"{name} ({value}) must be above {above}")
+    _require_range(name, value, minimum, maximum)
+
+
+def _require_range(
+    name: str, value: float, minimum: float | None, maximum: float | None
+) -> None:
+    if minimum is not None and value < minimum:
+        raise RequestError(f"{name} ({value}) must be at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise RequestError(f"{name} ({value}) must be at most {maximum}")
