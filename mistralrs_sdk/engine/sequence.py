@@ -1,0 +1,89 @@
+"""What the engine knows about one choice of one request while it lives."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from mistralrs_sdk.engine.request import FinishReason, Request
+
+
+class Status(enum.Enum):
+    """Where a sequence stands. Preemption takes it from PREFILL or DECODE back to WAITING."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@attrs.define(eq=False, slots=True)
+class Sequence:
+    """One choice of a request: its tokens and the blocks that hold their keys and values.
+
+    Touched by the engine thread only.
+    """
+
+    id: int
+    """Rises with arrival: a smaller id came first."""
+    request: Request
+    choice: int
+    tokens: list[int]
+    """Prompt and generated tokens."""
+    status: Status = Status.WAITING
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values exist."""
+    blocks: list[int] = attrs.field(factory=list)
+    block_hashes: list[bytes] = attrs.field(factory=list)
+    """Hashes of the full blocks of `tokens`, as far as they were needed."""
+    num_cached_blocks: int = 0
+    """Leading blocks that are registered in the prefix cache."""
+    failed_admissions: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache at the first admission."""
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+
+    @classmethod
+    def from_request(cls, sequence_id: int, request: Request, choice: int) -> Sequence:
+        return cls(
+            id=sequence_id, request=request, choice=choice, tokens=list(request.prompt_ids)
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.id}, {self.status.value}, {self.num_computed_tokens}/{len(self)} tokens, "
+            f"{len(self.blocks)} blocks)"
+        )
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.tokens) - self.num_computed_tokens
+
+    def append(self, token: int, *, max_model_len: int) -> None:
+        """Take the sampled `token`, and finish if it was the last one."""
+        self.tokens.append(token)
+        if token in self.request.stop_ids:
+            self.finish("stop")
+        elif self.num_generated >= self.request.max_tokens or len(self) >= max_model_len:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason = reason
+        self.error = error

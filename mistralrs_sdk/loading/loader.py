@@ -1,0 +1,200 @@
+"""Open a checkpoint of any format, then fill a model with its weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from mistralrs_sdk.config import ModelSource, Progress
+from mistralrs_sdk.errors import ModelLoadError
+from mistralrs_sdk.loading.checkpoint import Checkpoint, TensorSource, TokenizerFiles
+from mistralrs_sdk.loading.gguf import open_gguf
+from mistralrs_sdk.loading.hub import locate
+from mistralrs_sdk.loading.progress import progress_of
+from mistralrs_sdk.loading.safetensors import open_folder, read_json
+from mistralrs_sdk.loading.tokenizer import load_tokenizer
+from mistralrs_sdk.models import build_model, read_config
+from mistralrs_sdk.models.config import ModelConfig
+
+logger = logging.getLogger("mistralrs_sdk.loading")
+
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_DERIVED = ("rotary_emb.inv_freq", "rope_freqs.weight")
+"""Tensors some checkpoints carry although the config says the same."""
+
+
+def open_checkpoint(source: ModelSource, *, progress: Progress | None = None) -> Checkpoint:
+    """Find and open what `source` names, with its tokenizer and template replaced where asked.
+
+    Downloads if it must. Weights stay on disk.
+
+    Raises:
+        ModelLoadError: something is missing, damaged or not readable.
+        UnsupportedError: the format holds something this package does not read.
+    """
+    path = locate(source, progress)
+    if path.is_dir():
+        checkpoint = open_folder(path, name=source.model_id)
+    else:
+        checkpoint = attrs.evolve(open_gguf(path), name=source.model_id)
+    tokenizer = checkpoint.tokenizer
+    if source.tokenizer_json is not None:
+        tokenizer = attrs.evolve(
+            tokenizer, tokenizer=load_tokenizer(Path(source.tokenizer_json).expanduser())
+        )
+    return attrs.evolve(checkpoint, tokenizer=_choose_template(tokenizer, source))
+
+
+def _choose_template(tokenizer: TokenizerFiles, source: ModelSource) -> TokenizerFiles:
+    """Apply with_jinja_explicit, else with_chat_template, else keep the model's own."""
+    if source.jinja_explicit is not None:
+        path = Path(source.jinja_explicit).expanduser()
+        return _with_template(tokenizer, _read_text(path), f"with_jinja_explicit ({path.name})")
+    text = source.chat_template
+    if text is None:
+        return tokenizer
+    if not text.endswith((".json", ".jinja")):
+        return _with_template(tokenizer, text, "with_chat_template")
+    path = Path(text).expanduser()
+    if path.suffix == ".json":
+        template = read_json(path).get("chat_template")
+        if not isinstance(template, str):
+            raise ModelLoadError(f"{path} has no string under 'chat_template'")
+    else:
+        template = _read_text(path)
+    return _with_template(tokenizer, template, f"with_chat_template ({path.name})")
+
+
+def _with_template(tokenizer: TokenizerFiles, template: str, origin: str) -> TokenizerFiles:
+    return attrs.evolve(tokenizer, chat_template=template, template_source=origin)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"chat template {path} cannot be read: {error}") from error
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Build the model of `checkpoint` and read its weights, in `dtype`, onto `device`.
+
+    Raises:
+        ModelLoadError: a tensor is missing, left over or misshapen; the message names all of them.
+        UnsupportedError: the architecture, or a value in its config, is not supported.
+    """
+    config = _settle_head(read_config(checkpoint.config), checkpoint.tensors)
+    with torch.device("meta"):
+        model = build_model(config)
+    parts = _parts_of_parameters(model)
+    _check_ledger(checkpoint, model, parts)
+    total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    try:
+        with progress_of(progress, f"loading {checkpoint.name}", total=total) as advance:
+            for name, sources in parts.items():
+                value = _read_parameter(
+                    [checkpoint.tensors[part] for part in sources], dtype=dtype, device=device
+                )
+                _set_parameter(model, name, value)
+                advance(value.numel() * dtype.itemsize)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ModelLoadError(
+            f"{checkpoint.name} does not fit: its weights take {total / 2**30:.1f} GiB as {dtype}; "
+            "use a smaller dtype (with_dtype) or a quantised file"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def _settle_head(config: ModelConfig, tensors: Mapping[str, TensorSource]) -> ModelConfig:
+    """Decide whether the head is the embedding, by what the file really holds."""
+    if _EMBEDDING not in tensors:
+        return config  # the ledger will name it
+    if not config.tie_word_embeddings and _HEAD not in tensors:
+        logger.warning("the config unties the head but there is no %s: the embedding serves", _HEAD)
+        return attrs.evolve(config, tie_word_embeddings=True)
+    if config.tie_word_embeddings and _HEAD in tensors:
+        head, embedding = tensors[_HEAD].load(), tensors[_EMBEDDING].load()
+        if head.shape != embedding.shape or not torch.equal(head, embedding):
+            logger.warning("the config ties the head but %s differs: the file's head is used", _HEAD)
+            return attrs.evolve(config, tie_word_embeddings=False)
+    return config
+
+
+def _parts_of_parameters(model: nn.Module) -> dict[str, list[str]]:
+    """Map each parameter to the checkpoint tensors it is put together from."""
+    packed: Mapping[str, tuple[str, ...]] = model.packed_modules  # pyright: ignore
+    result = {}
+    for name, _ in model.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        parent, _, short = module.rpartition(".")
+        result[name] = [f"{parent}.{part}.{leaf}" for part in packed.get(short, ())] or [name]
+    return result
+
+
+def _check_ledger(
+    checkpoint: Checkpoint, model: nn.Module, parts: Mapping[str, list[str]]
+) -> None:
+    """Every parameter is filled and every tensor is used, or the load fails and names them."""
+    wanted = {part for names in parts.values() for part in names}
+    missing = sorted(wanted - checkpoint.tensors.keys())
+    unused = sorted(
+        name
+        for name in checkpoint.tensors.keys() - wanted
+        if name != _HEAD and not name.endswith(_DERIVED)
+    )
+    misshapen = []
+    for name, parameter in model.named_parameters():
+        if missing:
+            break
+        shapes = [checkpoint.tensors[part].shape for part in parts[name]]
+        rows = sum(shape[0] for shape in shapes)
+        if (rows, *shapes[0][1:]) != tuple(parameter.shape) or len({s[1:] for s in shapes}) != 1:
+            misshapen.append(f"{' + '.join(parts[name])} {shapes} for {tuple(parameter.shape)}")
+    problems = [
+        f"{what}: {_some(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("not used by the architecture", unused),
+            ("of the wrong shape", misshapen),
+        )
+        if names
+    ]
+    if problems:
+        raise ModelLoadError(
+            f"the tensors of {checkpoint.name} do not match its config; {'; '.join(problems)}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def _read_parameter(
+    sources: list[TensorSource], *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Read the parts one under the other; only one part is held besides the result."""
+    rows = sum(source.shape[0] for source in sources)
+    value = torch.empty((rows, *sources[0].shape[1:]), dtype=dtype, device=device)
+    start = 0
+    for source in sources:
+        value[start : start + source.shape[0]].copy_(source.load())
+        start += source.shape[0]
+    return value
+
+
+def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    model.get_submodule(module).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
