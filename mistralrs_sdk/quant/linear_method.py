@@ -1,0 +1,62 @@
+"""How a linear layer keeps its weight and multiplies by it; the dense method."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class LinearMethod(Protocol):
+    """Owns the weight tensors of a linear module. Stateless: the tensors hang on the module."""
+
+    def create_weights(
+        self,
+        module: nn.Module,
+        *,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Register the parameters, unset. None means torch's current default dtype or device."""
+
+    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
+        """`x @ weight.T + bias`; x is [..., in_features]."""
+        ...
+
+    def from_dense(self, module: nn.Module, weight: Tensor) -> None:
+        """Keep a dense [out_features, in_features] weight in this form; the bias stays."""
+
+
+class DenseMethod:
+    """The weight as it is, in a float type."""
+
+    def create_weights(
+        self,
+        module: nn.Module,
+        *,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        offset = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        module.register_parameter(
+            "bias", None if offset is None else nn.Parameter(offset, requires_grad=False)
+        )
+
+    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
+        return functional.linear(x, cast(Tensor, module.weight), cast("Tensor | None", module.bias))
+
+    def from_dense(self, module: nn.Module, weight: Tensor) -> None:
+        module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+DENSE = DenseMethod()
