@@ -12,6 +12,37 @@ from typing import TYPE_CHECKING, Any
 from mistralrs_sdk._version import __version__
 
 if TYPE_CHECKING:
+    from mistralrs_sdk.blocking import BlockingModel
+    from mistralrs_sdk.builder import (
+        GgufModelBuilder,
+        ModelBuilder,
+        PagedAttentionMetaBuilder,
+    )
+    from mistralrs_sdk.chat.messages import (
+        RequestBuilder,
+        TextMessageRole,
+        TextMessages,
+    )
+    from mistralrs_sdk.chat.responses import (
+        ChatCompletionChunkResponse,
+        ChatCompletionResponse,
+        Choice,
+        ChunkChoice,
+        Delta,
+        Logprobs,
+        ResponseLogprob,
+        ResponseMessage,
+        TopLogprob,
+        Usage,
+    )
+    from mistralrs_sdk.config import (
+        EngineConfig,
+        MemoryGpuConfig,
+        ModelDType,
+        PagedAttentionConfig,
+        PagedCacheType,
+        TokenSource,
+    )
     from mistralrs_sdk.errors import (
         ConfigError,
         EngineClosedError,
@@ -23,29 +54,89 @@ if TYPE_CHECKING:
         RequestError,
         UnsupportedError,
     )
+    from mistralrs_sdk.model import Model
+    from mistralrs_sdk.sampling_params import (
+        DrySamplingParams,
+        SamplingParams,
+        StopTokens,
+    )
 
 _HOME = {
+    "BlockingModel": "blocking",
+    "ChatCompletionChunkResponse": "chat.responses",
+    "ChatCompletionResponse": "chat.responses",
+    "Choice": "chat.responses",
+    "ChunkChoice": "chat.responses",
     "ConfigError": "errors",
+    "Delta": "chat.responses",
+    "DrySamplingParams": "sampling_params",
     "EngineClosedError": "errors",
+    "EngineConfig": "config",
     "EngineDeadError": "errors",
+    "GgufModelBuilder": "builder",
     "InferenceError": "errors",
+    "Logprobs": "chat.responses",
+    "MemoryGpuConfig": "config",
     "MistralRsError": "errors",
+    "Model": "model",
+    "ModelBuilder": "builder",
+    "ModelDType": "config",
     "ModelLoadError": "errors",
+    "PagedAttentionConfig": "config",
+    "PagedAttentionMetaBuilder": "builder",
+    "PagedCacheType": "config",
     "QueueFullError": "errors",
+    "RequestBuilder": "chat.messages",
     "RequestError": "errors",
+    "ResponseLogprob": "chat.responses",
+    "ResponseMessage": "chat.responses",
+    "SamplingParams": "sampling_params",
+    "StopTokens": "sampling_params",
+    "TextMessageRole": "chat.messages",
+    "TextMessages": "chat.messages",
+    "TokenSource": "config",
+    "TopLogprob": "chat.responses",
     "UnsupportedError": "errors",
+    "Usage": "chat.responses",
 }
 
 __all__ = [
+    "BlockingModel",
+    "ChatCompletionChunkResponse",
+    "ChatCompletionResponse",
+    "Choice",
+    "ChunkChoice",
     "ConfigError",
+    "Delta",
+    "DrySamplingParams",
     "EngineClosedError",
+    "EngineConfig",
     "EngineDeadError",
+    "GgufModelBuilder",
     "InferenceError",
+    "Logprobs",
+    "MemoryGpuConfig",
     "MistralRsError",
+    "Model",
+    "ModelBuilder",
+    "ModelDType",
     "ModelLoadError",
+    "PagedAttentionConfig",
+    "PagedAttentionMetaBuilder",
+    "PagedCacheType",
     "QueueFullError",
+    "RequestBuilder",
     "RequestError",
+    "ResponseLogprob",
+    "ResponseMessage",
+    "SamplingParams",
+    "StopTokens",
+    "TextMessageRole",
+    "TextMessages",
+    "TokenSource",
+    "TopLogprob",
     "UnsupportedError",
+    "Usage",
     "__version__",
 ]
 

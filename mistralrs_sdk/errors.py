@@ -1,14 +1,14 @@
 """The exceptions of the package.
 
     MistralRsError
-      ConfigError(ValueError)        a setting is out of range, or two settings contradict
-      ModelLoadError                 not found, download failed, corrupt, out of memory while loading
-        UnsupportedError             architecture, quantisation or backend: the message lists every reason
-      RequestError(ValueError)       empty prompt, longer than the context, bad sampling value, template refusal
-      QueueFullError                 the admission limit is reached
-      InferenceError                 this request failed; `partial_response` holds what it had produced
-      EngineDeadError                the engine stopped; its cause is chained
-      EngineClosedError              used after `aclose()`
+      ConfigError(ValueError)    a setting is out of range, or two settings contradict
+      ModelLoadError             not found, download failed, corrupt, out of memory while loading
+        UnsupportedError         architecture, quantisation, backend: names every reason
+      RequestError(ValueError)   empty or too long prompt, bad sampling value, template refusal
+      QueueFullError             the admission limit is reached
+      InferenceError             this request failed; `partial_response` is what it had produced
+      EngineDeadError            the engine stopped; its cause is chained
+      EngineClosedError          used after `aclose()`
 
 Catch `MistralRsError` to catch all of them; catch a leaf to act on one.
 """

@@ -8,10 +8,31 @@ from typing import Any
 
 import attrs
 
-from mistralrs_sdk.errors import RequestError
+from mistralrs_sdk.errors import ModelLoadError, RequestError
 
 MAX_TOP_LOGPROBS = 20
 """The most alternatives per token a request may ask for (OpenAI's limit)."""
+
+SUPPRESSED = -1e9
+"""Bias of the model's `suppress_tokens`: low enough to never be drawn, still finite."""
+
+_OFF = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+_IN_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SHAPES_THE_DRAW = ("temperature", "top_k", "top_p", "min_p")
+
+
+def _strings(value: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise RequestError(f"{value!r} must be a list of strings: write [{value!r}]")
+    return tuple(value)
 
 
 @attrs.frozen
@@ -21,7 +42,7 @@ class StopTokens:
     `StopTokens.Seqs(["\\n\\n"])` and `StopTokens.Ids([42])` read as in mistral.rs.
     """
 
-    seqs: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    seqs: tuple[str, ...] = attrs.field(default=(), converter=_strings)
     ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
 
     @classmethod
@@ -34,7 +55,9 @@ class StopTokens:
 
     def __attrs_post_init__(self) -> None:
         if not self.seqs and not self.ids:
-            raise RequestError("stop_toks is empty: give at least one string or id, or leave it unset")
+            raise RequestError(
+                "stop_toks is empty: give at least one string or id, or leave it unset"
+            )
         for seq in self.seqs:
             if not isinstance(seq, str) or not seq:
                 raise RequestError(f"stop string {seq!r} must be a non-empty string")
@@ -49,7 +72,9 @@ class DrySamplingParams:
     multiplier: float = 0.0
     base: float = 1.75
     allowed_length: int = 2
-    sequence_breakers: tuple[str, ...] = attrs.field(default=("\n", ":", '"', "*"), converter=tuple)
+    sequence_breakers: tuple[str, ...] = attrs.field(
+        default=("\n", ":", '"', "*"), converter=_strings
+    )
 
     def __attrs_post_init__(self) -> None:
         _require_number("dry multiplier", self.multiplier, minimum=0.0)
@@ -59,7 +84,7 @@ class DrySamplingParams:
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """The sampling settings of one request. None means unset: the model's generation_config decides.
+    """The sampling settings of one request. None means unset: generation_config.json decides.
 
     Applied in this order to float32 logits: DRY, frequency and presence penalty (generated tokens),
     repetition penalty (prompt and generated tokens), logits bias, temperature, top-k, top-p (of the
@@ -126,6 +151,86 @@ class SamplingParams:
         """True when the draw cannot matter."""
         return self.top_k == 1 or (self.temperature is not None and self.temperature < 1e-7)
 
+    def resolve(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Fill what is unset from `defaults`, a generation_config.json; then with the off values.
+
+        `do_sample: false` means greedy unless this request sets temperature, top_k, top_p or min_p;
+        `suppress_tokens` become a bias of -1e9 that a bias of this request overrides. Afterwards
+        temperature, top_k (-1 becomes 0), top_p, min_p and the penalties are never None. Pass {} to
+        leave the model's defaults out.
+
+        Raises:
+            ModelLoadError: generation_config.json holds a value out of range or of the wrong type.
+        """
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in _OFF}
+        if _flag(defaults, "do_sample") is False and all(
+            chosen[name] is None for name in _SHAPES_THE_DRAW
+        ):
+            chosen["top_k"] = 1
+        for name in _IN_GENERATION_CONFIG:
+            preset = _preset(defaults, name)  # checked even if the request overrides it
+            if chosen[name] is None:
+                chosen[name] = preset
+        for name, off in _OFF.items():
+            if chosen[name] is None:
+                chosen[name] = off
+        if chosen["top_k"] == -1:
+            chosen["top_k"] = 0
+        bias = {**_suppressed(defaults), **(self.logits_bias or {})}
+        return attrs.evolve(self, **chosen, logits_bias=bias or None)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids the model does not have. Call it before `resolve`.
+
+        Raises:
+            RequestError: a logits_bias or stop token id is `vocab_size` or more.
+        """
+        for name, ids in (
+            ("logits_bias token id", self.logits_bias or ()),
+            ("stop token id", self.stop_toks.ids if self.stop_toks else ()),
+        ):
+            for token in ids:
+                if token >= vocab_size:
+                    raise RequestError(
+                        f"{name} {token} is outside the vocabulary: use 0 to {vocab_size - 1}"
+                    )
+
+
+def _preset(defaults: Mapping[str, Any], name: str) -> Any:
+    value = defaults.get(name)
+    if name == "top_k" and isinstance(value, float) and value.is_integer():
+        value = int(value)  # some tools write every number as a float
+    only: dict[str, Any] = {name: value}
+    try:
+        return getattr(SamplingParams(**only), name)
+    except RequestError as error:
+        raise _file_error(str(error)) from None
+
+
+def _flag(defaults: Mapping[str, Any], name: str) -> bool | None:
+    value = defaults.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise _file_error(f"{name} ({value!r}) must be true or false")
+    return value
+
+
+def _suppressed(defaults: Mapping[str, Any]) -> dict[int, float]:
+    tokens = defaults.get("suppress_tokens")
+    if tokens is None:
+        return {}
+    if not isinstance(tokens, list | tuple):
+        raise _file_error(f"suppress_tokens ({tokens!r}) must be a list of token ids")
+    try:
+        for token in tokens:
+            _require_int("suppress_tokens id", token, minimum=0)
+    except RequestError as error:
+        raise _file_error(str(error)) from None
+    return dict.fromkeys(tokens, SUPPRESSED)
+
+
+def _file_error(problem: str) -> ModelLoadError:
+    return ModelLoadError(f"generation_config.json: {problem}; correct the file or remove the key")
+
 
 def _require_int(
     name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None
@@ -154,9 +259,7 @@ def _require_number(
     _require_range(name, value, minimum, maximum)
 
 
-def _require_range(
-    name: str, value: float, minimum: float | None, maximum: float | None
-) -> None:
+def _require_range(name: str, value: float, minimum: float | None, maximum: float | None) -> None:
     if minimum is not None and value < minimum:
         raise RequestError(f"{name} ({value}) must be at least {minimum}")
     if maximum is not None and value > maximum:

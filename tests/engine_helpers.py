@@ -9,7 +9,7 @@ import attrs
 
 from mistralrs_sdk.engine.block_pool import BlockPool
 from mistralrs_sdk.engine.engine import Engine
-from mistralrs_sdk.engine.request import Request, RequestOutput
+from mistralrs_sdk.engine.request import Request, RequestOutput, SampledToken
 from mistralrs_sdk.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
 from mistralrs_sdk.engine.sequence import Sequence as EngineSequence
 from mistralrs_sdk.sampling_params import SamplingParams
@@ -52,13 +52,6 @@ def make_scheduler(*, num_blocks: int = 100, block_size: int = 4, **limits) -> S
     return Scheduler(SchedulerConfig(**(defaults | limits)), BlockPool(num_blocks + 1, block_size))
 
 
-@attrs.frozen
-class FakeToken:
-    token_id: int
-    logprobs: None = None
-    error: str | None = None
-
-
 def next_token(tokens: Sequence[int]) -> int:
     """What the fake model says after `tokens`: depends on all of them."""
     return (sum((i + 1) * t for i, t in enumerate(tokens)) * 2654435761 + len(tokens)) % 50021
@@ -71,12 +64,12 @@ class FakeRunner:
     fail_when: Callable[[int], bool] = lambda step: False
     steps: list[list[tuple[int, int]]] = attrs.field(factory=list)
 
-    def run(self, scheduled: Sequence[Scheduled]) -> list[FakeToken | None]:
+    def run(self, scheduled: Sequence[Scheduled]) -> list[SampledToken | None]:
         self.steps.append([(item.sequence.id, item.num_tokens) for item in scheduled])
         if self.fail_when(len(self.steps)):
             raise RuntimeError("the kernel died")
         return [
-            FakeToken(next_token(item.sequence.tokens)) if item.samples else None
+            SampledToken(next_token(item.sequence.tokens)) if item.samples else None
             for item in scheduled
         ]
 

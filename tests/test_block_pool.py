@@ -76,7 +76,7 @@ def test_check_sees_a_leaked_block():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=60))
 def test_invariants_hold_under_any_sequence_of_operations(operations):
-    """Free, owned and null blocks always add up, whatever allocates, shares, registers, releases."""
+    """Free, owned and null blocks always add up, whatever happens to them."""
     pool = BlockPool(9, 4)
     owners: list[list[int]] = []
     for kind, number in operations:

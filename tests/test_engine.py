@@ -6,9 +6,9 @@ import attrs
 import pytest
 
 from mistralrs_sdk.engine.engine import MAX_FAILED_STEPS, Engine
+from mistralrs_sdk.engine.request import SampledToken
 from tests.engine_helpers import (
     FakeRunner,
-    FakeToken,
     expected_tokens,
     make_request,
     make_scheduler,
@@ -84,9 +84,9 @@ class BadRowRunner:
 
     def run(self, scheduled):
         return [
-            FakeToken(0, error="logits are NaN")
+            SampledToken(-1, error="logits are NaN")
             if item.sequence.request.id == self.bad
-            else FakeToken(next_token(item.sequence.tokens))
+            else SampledToken(next_token(item.sequence.tokens))
             for item in scheduled
         ]
 

@@ -219,9 +219,11 @@ def test_decodes_beyond_the_token_budget_take_turns():
     sequences = [admit(scheduler, make_request(2)) for _ in range(3)]
     step(scheduler)
     scheduler.config = SchedulerConfig(
-        max_num_seqs=32, max_num_batched_tokens=2, max_decode_steps_before_prefill=8,
+        max_num_seqs=32,
+        max_num_batched_tokens=2,
+        max_decode_steps_before_prefill=8,
         max_model_len=400,
-    )  # fmt: skip
+    )
     passes = [[sequences.index(s) for s, _ in step(scheduler)] for _ in range(3)]
     assert passes == [[0, 1], [2, 0], [1, 2]]
 
@@ -230,9 +232,11 @@ def test_without_a_cache_every_token_runs_in_every_step():
     """no_kv_cache: each step feeds the whole sequence, in turn within the budget."""
     scheduler = DefaultScheduler(
         SchedulerConfig(
-            max_num_seqs=3, max_num_batched_tokens=10, max_decode_steps_before_prefill=8,
+            max_num_seqs=3,
+            max_num_batched_tokens=10,
+            max_decode_steps_before_prefill=8,
             max_model_len=100,
-        )  # fmt: skip
+        )
     )
     sequences = [admit(scheduler, make_request(4, max_tokens=2)) for _ in range(3)]
     assert step(scheduler) == [(sequences[0], 4), (sequences[1], 4)]

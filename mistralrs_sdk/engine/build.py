@@ -118,7 +118,7 @@ def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.devic
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"device ({config.device!r}) needs CUDA and this torch ({torch.__version__}) finds none: "
+            f"device ({config.device!r}) needs CUDA; torch {torch.__version__} does not find it: "
             'use with_device("cpu") or install a CUDA build of torch'
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -169,7 +169,7 @@ def _choose_cache(
             f"cache_type ({paged.cache_type.value}) needs the FlashInfer backend on a CUDA device; "
             "use PagedCacheType.AUTO"
         )
-    assert config.dtype is not ModelDType.AUTO and config.device is not None, "resolved before"
+    assert config.device is not None, "resolved before"
     dtype, device = _TORCH_DTYPES[config.dtype], torch.device(config.device)
     size = choose_pool_size(
         wanted=paged.gpu_memory,

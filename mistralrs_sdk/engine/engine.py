@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from mistralrs_sdk.engine.request import Request, RequestOutput
+from mistralrs_sdk.engine.request import Request, RequestOutput, SampledToken
 from mistralrs_sdk.engine.scheduler import (
     Scheduled,
     SchedulerOutput,
@@ -22,14 +22,6 @@ logger = logging.getLogger("mistralrs_sdk.engine")
 
 MAX_FAILED_STEPS = 3
 """Steps in a row that may fail before the engine gives up."""
-
-
-class SampledToken(Protocol):
-    """What a runner returns for each drawn token (`engine.sampler.SampledToken`)."""
-
-    token_id: int
-    logprobs: object
-    error: str | None
 
 
 class Runner(Protocol):

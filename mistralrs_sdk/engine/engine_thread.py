@@ -120,7 +120,7 @@ class RequestStream:
 
 
 def _again(error: MistralRsError) -> MistralRsError:
-    """A fresh copy to raise: one exception object raised in many tasks would mix their tracebacks."""
+    """A fresh copy to raise: one object raised in many tasks would mix their tracebacks."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy
@@ -236,7 +236,7 @@ class EngineThread:
             self._calls.discard(future)
 
     def stop(self) -> None:
-        """Ask the engine to stop after the current step; open streams then fail. From any thread."""
+        """Make the engine stop after its current step; open streams then fail. Any thread may."""
         self._inbox.put(_Shutdown())
 
     async def aclose(self) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mistralrs_sdk.attention.backend import AttentionBackend, Batch
-from mistralrs_sdk.engine.sampler import SampledToken, SamplerRow, sample
+from mistralrs_sdk.engine.request import SampledToken
+from mistralrs_sdk.engine.sampler import SamplerRow, sample
 from mistralrs_sdk.engine.scheduler import Scheduled
 
 
@@ -32,7 +33,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[Scheduled]) -> list[SampledToken | None]:
-        """Compute the step; returns one entry per scheduled sequence, None where nothing is drawn."""
+        """Compute the step; returns one entry per sequence, None where nothing is drawn."""
         batch = build_batch(scheduled, block_size=self.block_size, device=self.device)
         self.backend.plan(batch)
         logits = self.model(batch, self.backend)
@@ -60,7 +61,9 @@ def build_batch(
         positions += range(start, end)
         if block_size is not None:
             blocks = sequence.blocks
-            slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
+            slots += [
+                blocks[p // block_size] * block_size + p % block_size for p in range(start, end)
+            ]
             tables.append(blocks[: -(-end // block_size)])
         query_start.append(len(input_ids))
         seq_lens.append(end)

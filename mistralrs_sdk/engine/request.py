@@ -1,4 +1,4 @@
-"""What crosses the thread boundary: requests in, outputs out."""
+"""What goes into the engine and what comes out: requests, drawn tokens, outputs."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The most likely ids and their log probabilities, best first."""
+
+
+@attrs.frozen
+class SampledToken:
+    """The choice for one row, or why there is none."""
+
+    token_id: int
+    """-1 with an error."""
+    logprobs: TokenLogprobs | None = attrs.field(default=None, kw_only=True)
+    error: str | None = attrs.field(default=None, kw_only=True)
 
 
 @attrs.frozen(kw_only=True)

@@ -296,7 +296,7 @@ class Scheduler:
         return chosen
 
     def _riders(self) -> list[Scheduled]:
-        """Return the decodes that join a prefill pass: one token each, at least one token is left."""
+        """Return the decodes that join a prefill pass, one token each; they leave it one token."""
         if not self.config.mixed_batches:
             return []
         ready = [s for s in self._decoders() if self._grow(s)]

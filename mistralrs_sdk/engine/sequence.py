@@ -50,17 +50,15 @@ class Sequence:
 
     @classmethod
     def from_request(cls, sequence_id: int, request: Request, choice: int) -> Sequence:
-        return cls(
-            id=sequence_id, request=request, choice=choice, tokens=list(request.prompt_ids)
-        )
+        return cls(id=sequence_id, request=request, choice=choice, tokens=list(request.prompt_ids))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __repr__(self) -> str:
         return (
-            f"Sequence({self.id}, {self.status.value}, {self.num_computed_tokens}/{len(self)} tokens, "
-            f"{len(self.blocks)} blocks)"
+            f"Sequence({self.id}, {self.status.value}, {self.num_computed_tokens}/{len(self)} "
+            f"tokens, {len(self.blocks)} blocks)"
         )
 
     @property

@@ -2,121 +2,213 @@
 
 from __future__ import annotations
 
+import glob
+import logging
 import re
+from collections.abc import Collection
 from pathlib import Path
 
+import attrs
+
 from mistralrs_sdk.config import ModelSource, Progress
-from mistralrs_sdk.errors import ConfigError, ModelLoadError
+from mistralrs_sdk.errors import ConfigError, MistralRsError, ModelLoadError
 from mistralrs_sdk.loading.progress import download_bar
 
+logger = logging.getLogger("mistralrs_sdk.loading")
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_SMALL_FILES = ["*.json", "*.jinja", "*.model"]
-_ELSEWHERE = ["*/*", "consolidated*"]
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHARD = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_ELSEWHERE = ("*/*", "consolidated*")
 """Subfolders and Mistral's second copy of the weights."""
+_ANSWER_SECONDS = 10.0
 
 
 def locate(source: ModelSource, progress: Progress | None) -> Path:
     """Return the folder or the GGUF file that `source` means, downloading it if it is a hub id.
 
+    A path that exists is never looked up on the hub. A branch is looked up there each time, and
+    taken from the cache, with a warning, if the hub does not answer; a commit that is in the cache
+    needs no network, and nothing does with HF_HUB_OFFLINE.
+
     Raises:
+        ConfigError: files that do not go together, or of something that is a file itself.
         ModelLoadError: nothing is there; the message says where it was looked for.
     """
     path = Path(source.model_id).expanduser()
-    if path.is_file():
-        if source.files:
-            raise ConfigError(
-                f"{source.model_id!r} is a file, so it cannot hold {list(source.files)}: "
-                "give the folder or the hub id they are in"
+    if not path.exists():
+        if path.is_absolute():
+            raise ModelLoadError(f"{source.model_id!r} does not exist")
+        if not _HUB_ID.fullmatch(source.model_id) or path.suffix == ".gguf":
+            raise ModelLoadError(
+                f"{source.model_id!r} does not exist (looked in {Path.cwd()}): give a folder, "
+                "a .gguf file or a Hugging Face id such as 'Qwen/Qwen3-4B'"
             )
-        return path
+        return _download(source, progress)
+    if source.revision is not None:
+        logger.warning("revision %r is not used: %s is on this machine", source.revision, path)
     if path.is_dir():
-        return _choose_gguf(path, source)
-    if not _HUB_ID.fullmatch(source.model_id) or source.model_id.endswith(".gguf"):
-        raise ModelLoadError(
-            f"{source.model_id!r} does not exist (looked in {Path.cwd()}): give a folder, "
-            "a .gguf file or a Hugging Face id such as 'Qwen/Qwen3-4B'"
+        return _choose_weights(path, source)
+    if source.files:
+        raise ConfigError(
+            f"{source.model_id!r} is a file, so it cannot hold {list(source.files)}: "
+            "give the folder or the hub id they are in"
         )
-    return _choose_gguf(_download(source, progress), source)
+    if path.suffix == ".safetensors":
+        raise ModelLoadError(f"{path} has no config and no tokenizer in it: give its folder")
+    return path
 
 
-def _choose_gguf(folder: Path, source: ModelSource) -> Path:
+def _choose_weights(folder: Path, source: ModelSource) -> Path:
     """Return the GGUF file in `folder` that is meant, or the folder if it holds safetensors."""
+    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if source.files:
         for name in source.files:
             if not (folder / name).is_file():
-                found = sorted(p.name for p in folder.glob("*.gguf"))
-                raise ModelLoadError(f"{name!r} is not in {folder}: it holds {found or 'no GGUF'}")
-        return folder / sorted(source.files)[0]
-    if (folder / "config.json").is_file():
+                raise ModelLoadError(f"{name!r} is not in {folder}: it holds {ggufs or 'no GGUF'}")
+        return folder / _only_gguf(source.files, source, ConfigError)
+    has_config = (folder / "config.json").is_file()
+    has_weights = any(folder.glob("*.safetensors"))
+    if has_config and has_weights:
         return folder
-    ggufs = sorted(folder.glob("*.gguf"))
-    first_shards = [p for p in ggufs if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name)]
-    if len(first_shards) == 1:
-        return first_shards[0]
     if ggufs:
-        raise ModelLoadError(
-            f"{folder} holds several GGUF files: choose one with "
-            f"GgufModelBuilder({source.model_id!r}, [file]); there are {[p.name for p in ggufs]}"
-        )
+        return folder / _only_gguf(ggufs, source, ModelLoadError)
+    if has_config or has_weights:
+        return folder  # opening it names what is missing
     raise ModelLoadError(f"{folder} holds neither config.json nor a .gguf file: it is no model")
 
 
+def _only_gguf(names: Collection[str], source: ModelSource, kind: type[Exception]) -> str:
+    """Return the one GGUF among `names`, of a split one its first shard; else raise `kind`."""
+    models: dict[str, str] = {}
+    for name in sorted(names):
+        if not Path(name).name.startswith("mmproj"):  # the vision part that lies beside a model
+            models.setdefault(_SHARD.sub("", name), name)
+    if len(models) == 1:
+        return next(iter(models.values()))
+    found = list(models.values())
+    raise kind(
+        f"{source.model_id!r}: {found} are different models: choose one with "
+        f"GgufModelBuilder({source.model_id!r}, [file])"
+        if found
+        else f"{source.model_id!r}: {sorted(names)} are vision parts, the language model is missing"
+    )
+
+
 def _download(source: ModelSource, progress: Progress | None) -> Path:
+    """Fetch what `source` names into the cache, and say in our words what goes wrong."""
     import huggingface_hub
     from huggingface_hub import errors
 
     repo, revision = source.model_id, source.revision or "main"
     where = f"{repo!r} at revision {revision!r}"
-    token = source.token_source.resolve()
-
-    def snapshot(weights: list[str], *, local_files_only: bool = False) -> Path:
-        folder = huggingface_hub.snapshot_download(
-            repo,
-            revision=revision,
-            cache_dir=source.cache_path,
-            token=token,
-            allow_patterns=[*_SMALL_FILES, *weights],
-            ignore_patterns=[p for p in _ELSEWHERE if not any("/" in name for name in weights)],
-            tqdm_class=download_bar(progress),
-            local_files_only=local_files_only,
-        )
-        return Path(folder)
-
+    absent = f"{repo!r} is no folder in {Path.cwd()}"
     try:
-        if source.files:
-            return snapshot(list(source.files))
-        folder = snapshot(["*.safetensors"])
-        if (folder / "config.json").is_file() or list(folder.glob("*.gguf")):
-            return folder
-        names = huggingface_hub.list_repo_files(repo, revision=revision, token=token)
-        ggufs = [n for n in names if n.endswith(".gguf")]
-        hint = f"choose one of {ggufs}" if ggufs else "it holds no weights this package reads"
-        raise ModelLoadError(f"{where} has no config.json: {hint} (GgufModelBuilder(repo, [file]))")
+        return _fetch(source, progress)
+    except MistralRsError:
+        raise
     except errors.GatedRepoError as error:
         raise ModelLoadError(
             f"{where} is gated: accept its terms on its page, then run `hf auth login` "
             "or pass with_token_source(...)"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ModelLoadError(f"{repo!r} has no revision {revision!r}: see with_hf_revision") from error
-    except errors.RepositoryNotFoundError as error:
         raise ModelLoadError(
-            f"{repo!r} is no folder here and no model on the hub (or it is private and the "
-            "token may not read it): check the name, or pass with_token_source(...)"
+            f"{repo!r} has no revision {revision!r}: see with_hf_revision"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise ModelLoadError(
+            f"{absent} and no model on the hub (or it is private and the token may not read it): "
+            "check the name, or pass with_token_source(...)"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         if huggingface_hub.is_offline_mode():
             raise ModelLoadError(
-                f"{where} is not in the cache and HF_HUB_OFFLINE is set: run "
-                f"`hf download {repo}` where there is a network, or unset it"
+                f"{absent}, it is not (or not completely) in the cache, and HF_HUB_OFFLINE is set: "
+                f"run `hf download {repo}` where there is a network, or unset it"
             ) from error
         raise ModelLoadError(
-            f"{where} is not in the cache and the hub cannot be reached: check the network, "
-            f"then run `hf download {repo}`"
+            f"{absent}, and getting {where} from the hub failed ({error}): check the network"
         ) from error
-    except errors.HfHubHTTPError as error:
-        raise ModelLoadError(f"downloading {where} failed: {error}") from error
-    except OSError as error:
+    except Exception as error:  # of huggingface_hub, its HTTP library, its transfer library, the OS
         raise ModelLoadError(
-            f"downloading {where} failed: {error}; `hf download {repo}` resumes it"
+            f"{absent}, it is not (or not completely) in the cache, and getting {where} from the "
+            f"hub failed ({type(error).__name__}: {error}): check the network and the disk, "
+            f"then build again or run `hf download {repo}`; both resume"
         ) from error
+
+
+def _fetch(source: ModelSource, progress: Progress | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    repo, revision = source.model_id, source.revision or "main"
+    token = source.token_source.resolve()
+    http_error = errors.HfHubHTTPError.__bases__[0]  # of httpx, or of the library in its place
+
+    def snapshot(source: ModelSource, *, cached: bool) -> Path:
+        folder = huggingface_hub.snapshot_download(
+            repo,
+            revision=revision,
+            cache_dir=source.cache_path,
+            token=token,
+            allow_patterns=[*_SMALL_FILES, *_weight_patterns(source.files)],
+            ignore_patterns=None if any("/" in name for name in source.files) else [*_ELSEWHERE],
+            tqdm_class=download_bar(progress),
+            local_files_only=cached,
+        )
+        return _choose_weights(Path(folder), source)
+
+    offline = huggingface_hub.is_offline_mode()
+    if offline or _COMMIT.fullmatch(revision):
+        try:
+            return snapshot(source, cached=True)
+        except (errors.LocalEntryNotFoundError, ModelLoadError):
+            if offline:
+                raise
+    try:
+        info = huggingface_hub.model_info(
+            repo, revision=revision, token=token, timeout=_ANSWER_SECONDS
+        )
+    except errors.RevisionNotFoundError:
+        raise
+    except (http_error, OSError) as error:
+        try:
+            folder = snapshot(source, cached=True)
+        except errors.LocalEntryNotFoundError:
+            raise error from None
+        logger.warning("the hub did not give %r (%s): using the copy in the cache", repo, error)
+        return folder
+    names = [file.rfilename for file in info.siblings or ()]
+    return snapshot(_with_chosen_file(source, names), cached=False)
+
+
+def _with_chosen_file(source: ModelSource, names: list[str]) -> ModelSource:
+    """Check `source.files` against what the repository holds; choose if nothing was asked for.
+
+    Raises:
+        ModelLoadError: a file is not there, or there is not exactly one model to choose.
+    """
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    for name in source.files:
+        if name not in names:
+            raise ModelLoadError(
+                f"{name!r} is not in {source.model_id!r}: it holds {ggufs or 'no GGUF'}"
+            )
+    weights = any("/" not in name and name.endswith(".safetensors") for name in names)
+    if source.files or (weights and "config.json" in names):
+        return source
+    if not ggufs:
+        raise ModelLoadError(
+            f"{source.model_id!r} holds no model this package reads: neither config.json with "
+            "safetensors nor GGUF"
+        )
+    return attrs.evolve(source, files=[_only_gguf(ggufs, source, ModelLoadError)])
+
+
+def _weight_patterns(files: tuple[str, ...]) -> list[str]:
+    """What to download for these files: the other shards of a split GGUF too."""
+    if not files:
+        return ["*.safetensors"]
+    return [_SHARD.sub(r"-*-of-\1", glob.escape(name)) for name in files]

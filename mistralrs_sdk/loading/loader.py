@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,9 +17,11 @@ from mistralrs_sdk.errors import ModelLoadError
 from mistralrs_sdk.loading.checkpoint import Checkpoint, TensorSource, TokenizerFiles
 from mistralrs_sdk.loading.gguf import open_gguf
 from mistralrs_sdk.loading.hub import locate
+from mistralrs_sdk.loading.json_file import read_json
 from mistralrs_sdk.loading.progress import progress_of
-from mistralrs_sdk.loading.safetensors import open_folder, read_json
-from mistralrs_sdk.loading.tokenizer import load_tokenizer
+from mistralrs_sdk.loading.safetensors import open_folder
+from mistralrs_sdk.loading.tokenizer import load_tokenizer, with_tokenizer
+from mistralrs_sdk.machine import available_memory, physical_memory
 from mistralrs_sdk.models import build_model, read_config
 from mistralrs_sdk.models.config import ModelConfig
 
@@ -25,8 +29,8 @@ logger = logging.getLogger("mistralrs_sdk.loading")
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-_DERIVED = ("rotary_emb.inv_freq", "rope_freqs.weight")
-"""Tensors some checkpoints carry although the config says the same."""
+_DERIVED = ".rotary_emb.inv_freq"
+"""A tensor that older checkpoints carry per layer although the config says the same."""
 
 
 def open_checkpoint(source: ModelSource, *, progress: Progress | None = None) -> Checkpoint:
@@ -39,15 +43,15 @@ def open_checkpoint(source: ModelSource, *, progress: Progress | None = None) ->
         UnsupportedError: the format holds something this package does not read.
     """
     path = locate(source, progress)
+    replaced = source.tokenizer_json and Path(source.tokenizer_json).expanduser()
     if path.is_dir():
-        checkpoint = open_folder(path, name=source.model_id)
+        checkpoint = open_folder(path, name=source.model_id, tokenizer_json=replaced or None)
+        tokenizer = checkpoint.tokenizer
     else:
         checkpoint = attrs.evolve(open_gguf(path), name=source.model_id)
-    tokenizer = checkpoint.tokenizer
-    if source.tokenizer_json is not None:
-        tokenizer = attrs.evolve(
-            tokenizer, tokenizer=load_tokenizer(Path(source.tokenizer_json).expanduser())
-        )
+        tokenizer = checkpoint.tokenizer
+        if replaced:
+            tokenizer = with_tokenizer(tokenizer, load_tokenizer(replaced))
     return attrs.evolve(checkpoint, tokenizer=_choose_template(tokenizer, source))
 
 
@@ -92,7 +96,8 @@ def load_model(
     """Build the model of `checkpoint` and read its weights, in `dtype`, onto `device`.
 
     Raises:
-        ModelLoadError: a tensor is missing, left over or misshapen; the message names all of them.
+        ModelLoadError: tensors are missing, left over or misshapen (the message names them), or
+            the weights do not fit into the memory that is free.
         UnsupportedError: the architecture, or a value in its config, is not supported.
     """
     config = _settle_head(read_config(checkpoint.config), checkpoint.tensors)
@@ -101,6 +106,16 @@ def load_model(
     parts = _parts_of_parameters(model)
     _check_ledger(checkpoint, model, parts)
     total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    largest = max(math.prod(checkpoint.tensors[part].shape) for part in sum(parts.values(), []))
+    free = free_memory(device)
+    too_large = (
+        f"{checkpoint.name} does not fit: its weights take {total / 2**30:.2f} GiB as {dtype} and "
+        f"{free / 2**30:.2f} GiB are free on {device}; use a smaller dtype (with_dtype) or a "
+        "smaller model"
+    )
+    # one tensor is held as it was read, at most in float32, besides the result
+    if total + largest * torch.float32.itemsize > free:
+        raise ModelLoadError(too_large)
     try:
         with progress_of(progress, f"loading {checkpoint.name}", total=total) as advance:
             for name, sources in parts.items():
@@ -110,11 +125,16 @@ def load_model(
                 _set_parameter(model, name, value)
                 advance(value.numel() * dtype.itemsize)
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise ModelLoadError(
-            f"{checkpoint.name} does not fit: its weights take {total / 2**30:.1f} GiB as {dtype}; "
-            "use a smaller dtype (with_dtype) or a quantised file"
-        ) from error
+        raise ModelLoadError(too_large) from error
     return model.eval().requires_grad_(False)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    # macOS does not say what is free, and swaps before it kills
+    return physical_memory() if sys.platform == "darwin" else available_memory()
 
 
 def _settle_head(config: ModelConfig, tensors: Mapping[str, TensorSource]) -> ModelConfig:
@@ -125,9 +145,11 @@ def _settle_head(config: ModelConfig, tensors: Mapping[str, TensorSource]) -> Mo
         logger.warning("the config unties the head but there is no %s: the embedding serves", _HEAD)
         return attrs.evolve(config, tie_word_embeddings=True)
     if config.tie_word_embeddings and _HEAD in tensors:
-        head, embedding = tensors[_HEAD].load(), tensors[_EMBEDDING].load()
-        if head.shape != embedding.shape or not torch.equal(head, embedding):
-            logger.warning("the config ties the head but %s differs: the file's head is used", _HEAD)
+        head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
+        if head.shape != embedding.shape or not torch.equal(head.load(), embedding.load()):
+            logger.warning(
+                "the config ties the head but %s differs: the file's head is used", _HEAD
+            )
             return attrs.evolve(config, tie_word_embeddings=False)
     return config
 
@@ -143,38 +165,33 @@ def _parts_of_parameters(model: nn.Module) -> dict[str, list[str]]:
     return result
 
 
-def _check_ledger(
-    checkpoint: Checkpoint, model: nn.Module, parts: Mapping[str, list[str]]
-) -> None:
+def _check_ledger(checkpoint: Checkpoint, model: nn.Module, parts: Mapping[str, list[str]]) -> None:
     """Every parameter is filled and every tensor is used, or the load fails and names them."""
+    tensors = checkpoint.tensors
     wanted = {part for names in parts.values() for part in names}
-    missing = sorted(wanted - checkpoint.tensors.keys())
-    unused = sorted(
-        name
-        for name in checkpoint.tensors.keys() - wanted
-        if name != _HEAD and not name.endswith(_DERIVED)
-    )
-    misshapen = []
-    for name, parameter in model.named_parameters():
-        if missing:
-            break
-        shapes = [checkpoint.tensors[part].shape for part in parts[name]]
-        rows = sum(shape[0] for shape in shapes)
-        if (rows, *shapes[0][1:]) != tuple(parameter.shape) or len({s[1:] for s in shapes}) != 1:
-            misshapen.append(f"{' + '.join(parts[name])} {shapes} for {tuple(parameter.shape)}")
-    problems = [
-        f"{what}: {_some(names)}"
-        for what, names in (
-            ("missing", missing),
-            ("not used by the architecture", unused),
-            ("of the wrong shape", misshapen),
-        )
-        if names
+    # a head that is not wanted is the embedding: _settle_head compared them
+    unused = {n for n in tensors.keys() - wanted if n != _HEAD and not n.endswith(_DERIVED)}
+    misshapen = [
+        f"{' + '.join(parts[name])} {shapes} for {tuple(parameter.shape)}"
+        for name, parameter in model.named_parameters()
+        if tensors.keys() >= set(parts[name])
+        and not _stacks_to((shapes := [tensors[p].shape for p in parts[name]]), parameter.shape)
     ]
-    if problems:
-        raise ModelLoadError(
-            f"the tensors of {checkpoint.name} do not match its config; {'; '.join(problems)}"
-        )
+    problems = {
+        "missing": sorted(wanted - tensors.keys()),
+        "not used by the architecture": sorted(unused),
+        "of the wrong shape": misshapen,
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+        raise ModelLoadError(f"the tensors of {checkpoint.name} do not match its config; {found}")
+
+
+def _stacks_to(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> bool:
+    """Whether tensors of these shapes, one under the other, make one of shape `whole`."""
+    if any(shape[1:] != whole[1:] or not shape for shape in shapes):
+        return False
+    return sum(shape[0] for shape in shapes) == whole[0]
 
 
 def _some(names: list[str]) -> str:

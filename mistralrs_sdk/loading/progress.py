@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
 from mistralrs_sdk.config import Progress
+
+
+class _Bar(tqdm):
+    """A bar without tqdm's watching thread, which would outlive the load."""
+
+    monitor_interval = 0
 
 
 def shows_bars(progress: Progress | None) -> bool:
@@ -20,55 +27,60 @@ def shows_bars(progress: Progress | None) -> bool:
 def progress_of(
     progress: Progress | None, what: str, *, total: int
 ) -> Iterator[Callable[[int], None]]:
-    """Report `total` units of `what`; yields the function that adds to the units done."""
+    """Report `total` bytes of `what`; yields the function that adds to the bytes done."""
     if progress is not None and not isinstance(progress, bool):
         done = 0
 
-        def advance(count: int) -> None:
+        def report(count: int) -> None:
             nonlocal done
             done += count
             progress(what, done, total)
 
-        progress(what, 0, total)
-        yield advance
+        report(0)
+        yield report
         return
-    with tqdm(total=total, desc=what, disable=not shows_bars(progress), leave=False) as bar:
-        yield lambda count: bar.update(count) and None
+    with _Bar(
+        total=total,
+        desc=what,
+        disable=not shows_bars(progress),
+        leave=False,
+        unit="B",
+        unit_scale=True,
+    ) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(count)
+
+        yield advance
 
 
 def download_bar(progress: Progress | None) -> type[tqdm]:
-    """Return the bar class huggingface_hub shall draw with."""
-    if progress is not None and not isinstance(progress, bool):
-        report = progress
+    """Return the bar class huggingface_hub shall draw with.
 
-        class Reporting(tqdm):
+    With a callback its bars are not drawn: what they would show is reported.
+    """
+    if progress is None or isinstance(progress, bool):
+        disabled = not shows_bars(progress)
+
+        class Bar(_Bar):
             def __init__(self, *args, **kwargs) -> None:
-                kwargs["disable"] = False
-                kwargs["file"] = _Nowhere()
-                kwargs.pop("name", None)
-                super().__init__(*args, **kwargs)
+                kwargs.pop("name", None)  # huggingface_hub's own, unknown to tqdm
+                super().__init__(*args, **{**kwargs, "disable": disabled})
 
-            def update(self, n: float | None = 1) -> bool | None:
-                shown = super().update(n)
-                report(str(self.desc or "downloading"), int(self.n), int(self.total or 0))
-                return shown
+        return Bar
 
-        return Reporting
-
-    disabled = not shows_bars(progress)
-
-    class Bar(tqdm):
+    class Reporting(_Bar):
         def __init__(self, *args, **kwargs) -> None:
-            kwargs["disable"] = disabled
             kwargs.pop("name", None)
-            super().__init__(*args, **kwargs)
+            # a disabled bar would not count
+            super().__init__(*args, **{**kwargs, "disable": False, "file": io.StringIO()})
 
-    return Bar
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            progress((self.desc or "downloading").rstrip(": "), int(self.n), int(self.total or 0))
+            return shown
 
+        def display(self, *args, **kwargs) -> None:
+            """Draw nothing."""
 
-class _Nowhere:
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+    return Reporting

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 from tokenizers import Tokenizer
 
 from mistralrs_sdk.errors import ModelLoadError
 from mistralrs_sdk.loading.checkpoint import TokenizerFiles
+from mistralrs_sdk.loading.json_file import read_json_if_there
 
 
 def read_tokenizer(
-    folder: Path, *, config: Mapping[str, Any], generation_config: Mapping[str, Any]
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any],
+    tokenizer_json: Path | None = None,
 ) -> TokenizerFiles:
-    """Read tokenizer.json (or convert tokenizer.model) and what tokenizer_config.json says.
+    """Read tokenizer.json (or convert an older tokenizer) and what tokenizer_config.json says.
+
+    `tokenizer_json` takes the place of the folder's own.
 
     Raises:
         ModelLoadError: there is no tokenizer, or a file of it cannot be read.
     """
-    settings = _read_optional(folder / "tokenizer_config.json")
-    path = folder / "tokenizer.json"
-    tokenizer = load_tokenizer(path) if path.is_file() else _convert(folder)
-    bos, eos = (_token_text(settings.get(key)) for key in ("bos_token", "eos_token"))
-    template, origin = _chat_template(folder, settings)
+    settings = read_json_if_there(folder / "special_tokens_map.json")
+    settings |= read_json_if_there(folder / "tokenizer_config.json")
+    if tokenizer_json is not None:
+        tokenizer = load_tokenizer(tokenizer_json)
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+    else:
+        tokenizer = _convert(folder)
+    prefix = _prefix(tokenizer)
+    bos = _token_text(settings.get("bos_token")) or prefix
+    eos = _token_text(settings.get("eos_token"))
+    template, origin = _chat_template(folder)
     return TokenizerFiles(
         tokenizer=tokenizer,
         bos_token=bos,
         eos_token=eos,
-        eos_token_ids=eos_ids(tokenizer, eos, config, generation_config),
-        adds_bos=adds_bos(tokenizer, bos),
+        eos_token_ids=eos_ids(tokenizer, eos, config=config, generation_config=generation_config),
+        adds_bos=prefix is not None and prefix == bos,
         chat_template=template,
         template_source=origin,
     )
@@ -49,47 +63,84 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelLoadError(f"{path} is no tokenizer.json: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    return _whole(tokenizer)
+
+
+def with_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer) -> TokenizerFiles:
+    """Put `tokenizer` in the place of the model's own; the template and the EOS ids stay."""
+    prefix = _prefix(tokenizer)
+    bos = files.bos_token or prefix
+    return attrs.evolve(
+        files,
+        tokenizer=tokenizer,
+        bos_token=bos,
+        adds_bos=prefix is not None and prefix == bos,
+        eos_token_ids=files.eos_token_ids
+        | eos_ids(tokenizer, files.eos_token, config={}, generation_config={}),
+    )
 
 
 def eos_ids(
     tokenizer: Tokenizer,
     eos_token: str | None,
+    *,
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any],
 ) -> frozenset[int]:
-    """Collect every id that ends a turn: the tokenizer's, the config's, the generation config's."""
+    """Collect every id that ends a turn: the tokenizer's, the config's, the generation config's.
+
+    Raises:
+        ModelLoadError: an `eos_token_id` is neither a whole number nor a list of them.
+    """
     found: set[int] = set()
-    for value in (generation_config.get("eos_token_id"), config.get("eos_token_id")):
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    for name, values in (("generation_config", generation_config), ("config", config)):
+        value = values.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise ModelLoadError(
+                    f"eos_token_id in {name}.json is {value!r}: it must be a token id or a list"
+                )
+            found.add(token_id)
     token_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if token_id is not None:
         found.add(token_id)
     return frozenset(found)
 
 
-def adds_bos(tokenizer: Tokenizer, bos_token: str | None) -> bool:
-    """Whether encoding with special tokens puts the BOS in front."""
-    if bos_token is None:
-        return False
+def _prefix(tokenizer: Tokenizer) -> str | None:
+    """The token that encoding puts in front of raw text, if it does."""
     ids = tokenizer.encode("a", add_special_tokens=True).ids
     plain = tokenizer.encode("a", add_special_tokens=False).ids
-    return len(ids) > len(plain) and ids[0] == tokenizer.token_to_id(bos_token)
+    if len(ids) > len(plain) and ids[: len(plain)] != plain:
+        return tokenizer.id_to_token(ids[0])
+    return None
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _chat_template(folder: Path) -> tuple[str | None, str | None]:
+    """The template and the name of the file it is in."""
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8"), jinja.name
+        try:
+            return jinja.read_text(encoding="utf-8"), jinja.name
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{jinja} cannot be read: {error}") from error
     for name in ("chat_template.json", "tokenizer_config.json"):
-        value = _read_optional(folder / name).get("chat_template")
+        value = read_json_if_there(folder / name).get("chat_template")
         if isinstance(value, list):  # several, by name
-            value = {entry["name"]: entry["template"] for entry in value}.get("default")
+            value = _default_template(value, folder / name)
         if isinstance(value, str):
             return value, name
     return None, None
+
+
+def _default_template(templates: list[Any], path: Path) -> str | None:
+    try:
+        return {entry["name"]: entry["template"] for entry in templates}.get("default")
+    except (KeyError, TypeError) as error:
+        raise ModelLoadError(
+            f"{path} has a list of chat templates without name and template: "
+            "repair it, or pass with_chat_template(...)"
+        ) from error
 
 
 def _convert(folder: Path) -> Tokenizer:
@@ -102,23 +153,23 @@ def _convert(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder).backend_tokenizer
-    except Exception as error:
+        return _whole(
+            AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+        )
+    except Exception as error:  # whatever the classes behind it raise
         raise ModelLoadError(
             f"the tokenizer in {folder} cannot be converted ({error}): "
             "point with_tokenizer_json at a tokenizer.json"
         ) from error
 
 
-def _read_optional(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    return value if isinstance(value, dict) else {}
+def _whole(tokenizer: Tokenizer) -> Tokenizer:
+    """Without the truncation and padding that a tokenizer.json made for training may ask for."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _token_text(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

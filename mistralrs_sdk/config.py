@@ -1,0 +1,376 @@
+"""The settings of an engine and of where its model comes from: values that check themselves."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from mistralrs_sdk.errors import ConfigError
+
+Progress = bool | Callable[[str, int, int], None]
+"""Whether to show progress bars, or a function called with (what, done, total)."""
+
+BLOCK_SIZES = (8, 16, 32)
+"""Tokens per KV block that can be asked for."""
+
+MAX_SEED = 2**64 - 1
+MAX_THREADS = 1024
+
+_TokenKind = Literal["literal", "env", "path", "cache", "none"]
+_DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
+_HUB_TOKEN_VARIABLE = "HUGGING_FACE_HUB_TOKEN"
+
+
+class ModelDType(enum.StrEnum):
+    """Number type of weights and activations. AUTO lets the device decide."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    F16 = "f16"
+    F32 = "f32"
+
+
+class PagedCacheType(enum.StrEnum):
+    """Number type of cached keys and values. AUTO is the type of the activations."""
+
+    AUTO = "auto"
+    F8E4M3 = "f8e4m3"
+
+
+_Choice = TypeVar("_Choice", ModelDType, PagedCacheType)
+
+
+def _choice(name: str, kind: type[_Choice]) -> Callable[[Any], _Choice]:
+    """A converter that takes a member of `kind` or its text."""
+
+    def convert(value: Any) -> _Choice:
+        try:
+            return kind(value)
+        except ValueError:
+            raise ConfigError(f"{name} ({value!r}) must be one of {', '.join(kind)}") from None
+
+    return convert
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_int(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> None:
+    if not _is_int(value):
+        raise ConfigError(f"{name} ({value!r}) must be a whole number of at least {minimum}")
+    if value < minimum:
+        raise ConfigError(f"{name} ({value}) must be at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{name} ({value}) must be at most {maximum}")
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} ({value!r}) must be True or False")
+
+
+@attrs.frozen
+class MemoryGpuConfig:
+    """How much memory the KV cache gets, on a GPU or in RAM; made by a class method."""
+
+    kind: Literal["mb", "utilization", "context"]
+    amount: float
+
+    @classmethod
+    def MbAmount(cls, mb: int) -> MemoryGpuConfig:  # noqa: N802 (mistral.rs' name)
+        """That many MiB."""
+        return cls("mb", mb)
+
+    @classmethod
+    def Utilization(cls, fraction: float) -> MemoryGpuConfig:  # noqa: N802 (mistral.rs' name)
+        """That fraction of a GPU's memory, weights included; on a CPU, of the free RAM. (0, 1]"""
+        return cls("utilization", fraction)
+
+    @classmethod
+    def ContextSize(cls, tokens: int) -> MemoryGpuConfig:  # noqa: N802 (mistral.rs' name)
+        """Room for that many tokens, all running sequences together."""
+        return cls("context", tokens)
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind == "mb":
+            _require_int("MbAmount", self.amount, minimum=1)
+        elif self.kind == "context":
+            _require_int("ContextSize", self.amount, minimum=1)
+        elif self.kind == "utilization":
+            fraction = self.amount
+            if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+                raise ConfigError(f"Utilization ({fraction!r}) must be a number above 0, at most 1")
+            if not 0 < fraction <= 1:
+                raise ConfigError(f"Utilization ({fraction}) must be above 0 and at most 1")
+        else:
+            raise ConfigError(
+                f"MemoryGpuConfig kind ({self.kind!r}) is unknown: "
+                "use MbAmount(n), Utilization(f) or ContextSize(tokens)"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class PagedAttentionConfig:
+    """The KV cache as a pool of blocks shared by all sequences.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    block_size: int = 32
+    """Tokens per block: 8, 16 or 32."""
+    gpu_memory: MemoryGpuConfig | None = None
+    """Size of the pool; None sizes it from the free memory and what the sequences can use."""
+    cache_type: PagedCacheType = attrs.field(
+        default=PagedCacheType.AUTO, converter=_choice("cache_type", PagedCacheType)
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if not _is_int(self.block_size) or self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size ({self.block_size!r}) must be 8, 16 or 32")
+        if self.gpu_memory is not None and not isinstance(self.gpu_memory, MemoryGpuConfig):
+            raise ConfigError(
+                f"gpu_memory ({self.gpu_memory!r}) must be a MemoryGpuConfig, for example "
+                "MemoryGpuConfig.Utilization(0.5), or None for an automatic size"
+            )
+
+
+@attrs.frozen(repr=False)
+class TokenSource:
+    """Where the Hugging Face token comes from; made by a class method or `parse`.
+
+    Its repr never shows a token. A pickled `Literal` does hold it.
+    """
+
+    kind: _TokenKind
+    value: str = ""
+
+    @classmethod
+    def Literal(cls, token: str) -> TokenSource:  # noqa: N802 (mistral.rs' name)
+        """This token."""
+        return cls("literal", token)
+
+    @classmethod
+    def EnvVar(cls, name: str = _HUB_TOKEN_VARIABLE) -> TokenSource:  # noqa: N802 (mistral.rs' name)
+        """The token in that environment variable, read when the model is built."""
+        return cls("env", name)
+
+    @classmethod
+    def Path(cls, path: str | os.PathLike[str]) -> TokenSource:  # noqa: N802 (mistral.rs' name)
+        """The token in that file, read when the model is built."""
+        return cls("path", os.fspath(path))
+
+    @classmethod
+    def CacheToken(cls) -> TokenSource:  # noqa: N802 (mistral.rs' name)
+        """HF_TOKEN or the token of `hf auth login` if there is one; the default."""
+        return cls("cache")
+
+    @classmethod
+    def None_(cls) -> TokenSource:  # noqa: N802 (None is taken)
+        """No token, even if one is stored."""
+        return cls("none")
+
+    @classmethod
+    def parse(cls, text: str) -> TokenSource:
+        """Read `literal:TOKEN`, `env:NAME`, `env`, `path:FILE`, `cache` or `none`."""
+        kind, colon, value = text.partition(":")
+        if kind in ("cache", "none") and not colon:
+            return cls(kind)  # type: ignore[arg-type]
+        if kind == "env" and not colon:
+            return cls.EnvVar()
+        if kind in ("literal", "env", "path") and value:
+            return cls(kind, value)  # type: ignore[arg-type]
+        raise ConfigError(
+            "the token source must be literal:TOKEN, env:NAME, path:FILE, cache or none "
+            "(what was given is not shown: it may be a token)"
+        )
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind not in ("literal", "env", "path", "cache", "none"):
+            raise ConfigError(
+                "a TokenSource is made by Literal, EnvVar, Path, CacheToken, None_ or parse"
+            )
+        if not isinstance(self.value, str):
+            raise ConfigError(f"the value of TokenSource {self.kind} must be a string")
+        if self.kind in ("literal", "env", "path") and not self.value:
+            raise ConfigError(f"TokenSource {self.kind} needs a value, and it is empty")
+
+    def __repr__(self) -> str:
+        name = {"literal": "Literal", "env": "EnvVar", "path": "Path", "cache": "CacheToken"}
+        inside = {"literal": "...", "env": repr(self.value), "path": repr(self.value)}
+        return f"TokenSource.{name.get(self.kind, 'None_')}({inside.get(self.kind, '')})"
+
+    def resolve(self) -> str | bool | None:
+        """The value for huggingface_hub's `token=`: a token, None for a stored one, False for none.
+
+        Raises:
+            ConfigError: the variable is not set, or the file cannot be read or is empty.
+        """
+        if self.kind == "literal":
+            return self.value
+        if self.kind == "env":
+            token = os.environ.get(self.value, "").strip()
+            if not token:
+                raise ConfigError(
+                    f"the token should come from the environment variable {self.value}, "
+                    "which is not set: set it or choose another token source"
+                )
+            return token
+        if self.kind == "path":
+            try:
+                with open(self.value, encoding="utf-8") as file:
+                    token = file.read().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"the token file {self.value} cannot be read: {error}") from error
+            if not token:
+                raise ConfigError(f"the token file {self.value} is empty")
+            return token
+        return None if self.kind == "cache" else False
+
+
+def _text(value: Any) -> Any:
+    """A path as a string; anything else as it is, for the check that follows."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _file_names(files: str | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    if isinstance(files, str):
+        raise ConfigError(f"files ({files!r}) must be a list of file names: [{files!r}]")
+    return tuple(_text(name) for name in files)
+
+
+def _path_field() -> Any:
+    return attrs.field(default=None, converter=_text)
+
+
+@attrs.frozen(kw_only=True)
+class ModelSource:
+    """Where the weights, the tokenizer and the chat template come from; nothing is opened here."""
+
+    model_id: str = attrs.field(converter=_text)
+    """A Hugging Face id, a folder, or a `.gguf` file."""
+    files: tuple[str, ...] = attrs.field(default=(), converter=_file_names)
+    """The GGUF files to take from `model_id`; empty: found out."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; None for its main branch."""
+    cache_path: str | None = _path_field()
+    """Folder of the download cache; None for huggingface_hub's own."""
+    token_source: TokenSource = attrs.field(factory=TokenSource.CacheToken)
+    tokenizer_json: str | None = _path_field()
+    """A tokenizer.json that replaces the model's."""
+    chat_template: str | None = _path_field()
+    """Jinja text, or the path of a .jinja or .json file; replaces the model's template."""
+    jinja_explicit: str | None = _path_field()
+    """Path of a Jinja file that overrides every other template."""
+
+    def __attrs_post_init__(self) -> None:
+        for name in attrs.fields_dict(ModelSource):
+            value = getattr(self, name)
+            if name in ("files", "token_source") or (value is None and name != "model_id"):
+                continue
+            if not isinstance(value, str) or not value.strip():
+                raise ConfigError(f"{name} ({value!r}) must be a non-empty string or path")
+        for file in self.files:
+            if not isinstance(file, str) or not file.strip():
+                raise ConfigError(f"files: {file!r} must be a non-empty file name")
+        if not isinstance(self.token_source, TokenSource):
+            # the value stays out of the message: it may be a token
+            raise ConfigError(
+                'token_source must be a TokenSource or its text, such as "env:HF_TOKEN"'
+            )
+
+
+def _prefix_count(value: Any) -> Any:
+    return None if _is_int(value) and value == 0 else value
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """How the engine runs: limits of a step, the KV cache, number type, device. Never changed.
+
+    Raises:
+        ConfigError: a value is out of range, or two settings contradict.
+    """
+
+    max_num_seqs: int = 32
+    """Most sequences running at once; others wait."""
+    max_num_batched_tokens: int = 4096
+    """Most tokens one step computes."""
+    max_prefill_chunk_tokens: int = 512
+    """Most prompt tokens one step computes."""
+    max_decode_steps_before_prefill: int = 8
+    """Decode steps that a waiting prompt lets pass at most."""
+    prefix_cache_n: int | None = attrs.field(default=16, converter=_prefix_count)
+    """Prefixes kept for reuse; None (or 0) keeps none."""
+    no_kv_cache: bool = False
+    """Compute every token's keys and values again each step; no prefix cache, no paging."""
+    paged_attn: PagedAttentionConfig | None = None
+    """None: paging, with a pool sized automatically."""
+    max_model_len: int | None = None
+    """Longest prompt plus completion, in tokens; None for what the model was made for."""
+    dtype: ModelDType = attrs.field(default=ModelDType.AUTO, converter=_choice("dtype", ModelDType))
+    device: str | None = None
+    """"cpu", "cuda", "cuda:1" or "mps"; None picks the best there is."""
+    num_threads: int | None = None
+    """CPU threads for arithmetic; None for the physical cores this process may use."""
+    seed: int | None = None
+    """Makes the seeds of requests that bring none repeatable; None draws fresh ones."""
+    throughput_logging: bool = False
+    """Log tokens per second and the numbers of running and waiting sequences now and then."""
+
+    def __attrs_post_init__(self) -> None:
+        _require_int("max_num_seqs", self.max_num_seqs, minimum=1)
+        _require_int("max_num_batched_tokens", self.max_num_batched_tokens, minimum=1)
+        _require_int("max_prefill_chunk_tokens", self.max_prefill_chunk_tokens, minimum=1)
+        _require_int(
+            "max_decode_steps_before_prefill", self.max_decode_steps_before_prefill, minimum=1
+        )
+        if self.prefix_cache_n is not None:
+            _require_int("prefix_cache_n", self.prefix_cache_n, minimum=0)
+        if self.max_model_len is not None:
+            _require_int("max_model_len", self.max_model_len, minimum=1)
+        if self.num_threads is not None:
+            _require_int("num_threads", self.num_threads, minimum=1, maximum=MAX_THREADS)
+        if self.seed is not None:
+            _require_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
+        _require_bool("no_kv_cache", self.no_kv_cache)
+        _require_bool("throughput_logging", self.throughput_logging)
+        if self.device is not None and not (
+            isinstance(self.device, str) and _DEVICE.fullmatch(self.device)
+        ):
+            raise ConfigError(
+                f'device ({self.device!r}) must be "cpu", "cuda", "cuda:N" or "mps"; '
+                "leave it unset for the best one"
+            )
+        if self.paged_attn is not None and not isinstance(self.paged_attn, PagedAttentionConfig):
+            raise ConfigError(
+                f"paged_attn ({self.paged_attn!r}) must be a PagedAttentionConfig: "
+                "end the PagedAttentionMetaBuilder chain with .build()"
+            )
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): each running sequence needs one token a "
+                "step; set max_num_seqs lower, or max_num_batched_tokens higher, before this"
+            )
+        if self.paged_attn is None:
+            return
+        if self.no_kv_cache:
+            raise ConfigError(
+                "no_kv_cache and paged_attn contradict: without a KV cache there is nothing to "
+                "page; leave one of them out"
+            )
+        if self.paged_attn.cache_type is PagedCacheType.F8E4M3 and self.device == "cpu":
+            raise ConfigError(
+                'paged_attn cache_type (f8e4m3) is not possible with device ("cpu"): '
+                'use cache_type "auto" there'
+            )

@@ -1,0 +1,67 @@
+"""The model families: from a config to a model, without importing more than the one asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
+from mistralrs_sdk.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from mistralrs_sdk.models.decoder import CausalLM
+
+_FAMILIES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+_MODEL_TYPES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+SUPPORTED = tuple(sorted(_FAMILIES))
+"""Architectures that can be built, by their Hugging Face class names."""
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """Read a Hugging Face style `config.json`.
+
+    Raises:
+        ModelLoadError: a required key is missing or has no sensible value.
+        UnsupportedError: the architecture, or a value that changes the arithmetic, is not there.
+    """
+    return _family(_architecture(hf)).read_config(hf)
+
+
+def build_model(config: ModelConfig) -> CausalLM:
+    """Make the model with its parameters unset, on torch's current default device and dtype."""
+    return getattr(_family(config.architecture), config.architecture)(config)
+
+
+def _architecture(hf: Mapping[str, Any]) -> str:
+    names = hf.get("architectures")
+    if names:
+        return names[0]
+    kind = hf.get("model_type")
+    if kind is None:
+        raise ModelLoadError("the model's config has neither architectures nor model_type")
+    return _MODEL_TYPES.get(kind, str(kind))
+
+
+def _family(architecture: str) -> Any:
+    if architecture not in _FAMILIES:
+        raise UnsupportedError(
+            f"architecture {architecture} is not supported; supported are {', '.join(SUPPORTED)}"
+        )
+    return import_module(f"mistralrs_sdk.models.{_FAMILIES[architecture]}")

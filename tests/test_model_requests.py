@@ -1,0 +1,304 @@
+"""What requests may ask for, and what they get back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mistralrs_sdk import (
+    RequestBuilder,
+    RequestError,
+    SamplingParams,
+    StopTokens,
+    TextMessageRole,
+    TextMessages,
+)
+from tests.model_helpers import (
+    assert_idle,
+    continue_ids,
+    endless,
+    expected,
+    generated_ids,
+    greedy,
+    prompt,
+    tiny_builder,
+)
+
+
+async def chunks_of(model, request):
+    async with await model.stream_chat_request(request) as stream:
+        return [chunk async for chunk in stream]
+
+
+@pytest.fixture
+async def model():
+    async with await tiny_builder().with_seed(1).build() as model:
+        yield model
+        await assert_idle(model)
+
+
+async def test_streamed_pieces_joined_equal_the_whole_answer(model):
+    """Greedy and sampled, with several choices: the stream says what the response says."""
+    request = endless().set_sampler_max_len(40)
+    for asked in (
+        request,
+        request.set_sampler_temperature(1.5).set_sampler_seed(3).set_sampler_n_choices(3),
+    ):
+        whole = await model.send_chat_request(asked)
+        chunks = await chunks_of(model, asked)
+        for choice in whole.choices:
+            own = [c.choices[0] for c in chunks if c.choices[0].index == choice.index]
+            assert "".join(c.delta.content for c in own) == choice.message.content
+            assert own[-1].finish_reason == choice.finish_reason == "length"
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+        assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+async def test_usage_counts_the_prompt_once_and_adds_the_choices(model):
+    """n choices: prompt tokens once, completion tokens summed, times and rates filled in."""
+    response = await model.send_chat_request(
+        endless().set_sampler_max_len(5).set_sampler_n_choices(3)
+    )
+    usage = response.usage
+    assert usage.prompt_tokens == len(await model.tokenize(endless()))
+    assert usage.completion_tokens == 15
+    assert usage.total_tokens == usage.prompt_tokens + 15
+    assert usage.total_time_sec == pytest.approx(
+        usage.total_prompt_time_sec + usage.total_completion_time_sec
+    )
+    assert min(usage.avg_prompt_tok_per_sec, usage.avg_compl_tok_per_sec) > 0
+
+
+async def test_choices_differ_when_sampled_and_agree_when_greedy(model):
+    """Each choice draws for itself; greedy choices are equal."""
+    request = endless().set_sampler_max_len(20).set_sampler_n_choices(4)
+    greedy_texts = [c.message.content for c in (await model.send_chat_request(request)).choices]
+    assert len(set(greedy_texts)) == 1
+    sampled = request.set_sampler_temperature(1.0).set_sampler_seed(7)
+    first = [c.message.content for c in (await model.send_chat_request(sampled)).choices]
+    again = [c.message.content for c in (await model.send_chat_request(sampled)).choices]
+    assert first == again
+    assert len(set(first)) > 1
+
+
+async def test_a_seeded_request_does_not_depend_on_its_neighbours(model):
+    """Alone, twice in one batch, among seeded and unseeded others: the same text."""
+    seeded = (
+        endless("seeded").set_sampler_max_len(16).set_sampler_temperature(0.8).set_sampler_seed(42)
+    )
+    alone = (await model.send_chat_request(seeded)).choices[0].message.content
+    others = [
+        endless(f"neighbour {i}").set_sampler_max_len(16).set_sampler_temperature(1.0)
+        for i in range(7)
+    ]
+    for count in (1, 3, 7):
+        batch = [*others[:count], seeded, seeded.set_sampler_seed(5), seeded]
+        results = await asyncio.gather(*map(model.send_chat_request, batch))
+        texts = [r.choices[0].message.content for r in results]
+        assert texts[count] == texts[-1] == alone
+
+
+async def test_the_model_seed_makes_unseeded_requests_repeatable():
+    """with_seed fixes the seeds of requests that bring none, in order of arrival."""
+    texts = []
+    for seed in (1, 1, 2):
+        async with await tiny_builder().with_seed(seed).build() as model:
+            request = endless().set_sampler_max_len(16).set_sampler_temperature(1.0)
+            answers = [await model.send_chat_request(request) for _ in range(2)]
+            texts.append([a.choices[0].message.content for a in answers])
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0][0] != texts[0][1]
+
+
+async def test_a_stop_string_is_cut_and_reported(model):
+    """The text ends before the match, whole and streamed; include_stop keeps it."""
+    full = await model.send_completion_request(prompt(9), greedy(40))
+    text = full.choices[0].text
+    stop = text[10:13]
+    for include in (False, True):
+        params = greedy(40, stop_toks=StopTokens.Seqs(["no such text", stop]), include_stop=include)
+        choice = (await model.send_completion_request(prompt(9), params)).choices[0]
+        assert choice.text == text[: text.index(stop) + len(stop) * include]
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
+async def test_a_stop_string_ends_one_choice_and_not_its_siblings(model):
+    """Each choice of a request stops by itself."""
+    request = endless().set_sampler_max_len(60).set_sampler_temperature(1.0).set_sampler_seed(2)
+    request = request.set_sampler_n_choices(4)
+    texts = [c.message.content for c in (await model.send_chat_request(request)).choices]
+    stop = texts[0][20:23]
+    answer = await model.send_chat_request(request.set_sampler_stop_toks(StopTokens.Seqs([stop])))
+    for choice, text in zip(answer.choices, texts, strict=True):
+        cut = text.find(stop)
+        assert choice.message.content == (text if cut < 0 else text[:cut])
+        assert choice.finish_reason == ("length" if cut < 0 else "stop")
+
+
+async def test_a_stop_id_ends_the_answer_and_counts_as_generated(model):
+    """The id's text is not in the answer; usage counts it; duplicates are one."""
+    ids = prompt(9)
+    third = expected("llama", tuple(ids), 3)[2]
+    params = greedy(40, stop_toks=StopTokens.Ids([third, third]))
+    response = await model.send_completion_request(ids, params)
+    choice = response.choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", third)
+    assert response.usage.completion_tokens == 3
+    assert len(choice.logprobs.content) == 2
+
+
+async def test_max_len_one_gives_exactly_one_token(model):
+    """Two hundred one-token requests, four at a time."""
+    gate = asyncio.Semaphore(4)
+
+    async def one(i: int) -> int:
+        async with gate:
+            response = await model.send_completion_request(prompt(5, seed=i), greedy(1))
+            return response.usage.completion_tokens
+
+    assert await asyncio.gather(*map(one, range(200))) == [1] * 200
+
+
+async def test_a_prompt_longer_than_the_context_is_refused_and_its_neighbour_runs():
+    """The error names the prompt's length and the limit; nothing was computed for it."""
+    async with await tiny_builder().with_max_model_len(64).build() as model:
+        good = asyncio.create_task(continue_ids(model, prompt(9), 8))
+        for length in (64, 65, 200):
+            with pytest.raises(RequestError, match=rf"{length} tokens.*64"):
+                await model.send_completion_request([5] * length)
+        assert await good == expected("llama", tuple(prompt(9)), 8)
+        assert (await model.send_completion_request([5] * 63)).usage.completion_tokens == 1
+
+
+async def test_a_long_prompt_can_lose_its_start_instead(model):
+    """with_truncate_sequence keeps the end and leaves room for max_len."""
+    request = endless("x" * 2000).set_sampler_max_len(16).with_truncate_sequence(True)
+    response = await model.send_chat_request(request)
+    assert response.usage.prompt_tokens == model.max_sequence_length() - 16
+    assert response.usage.completion_tokens == 16
+
+
+async def test_the_answer_ends_with_the_context():
+    """Without max_len a request runs to the end of the context: finish_reason length."""
+    async with await tiny_builder().with_max_model_len(64).build() as model:
+        params = SamplingParams(top_k=1, ignore_eos=True)
+        response = await model.send_completion_request(prompt(10), params)
+        assert response.usage.total_tokens == 64
+        assert response.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: TextMessages(),
+        lambda: RequestBuilder(),
+        lambda: [],
+        lambda: 7,
+        lambda: [{"content": "no role"}],
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_max_len(0),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_temperature(float("nan")),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_temperature(-1),
+        lambda: (
+            RequestBuilder().add_message("user", "x").set_sampler_stop_toks(StopTokens.Seqs([]))
+        ),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_logits_bias({512: 1.0}),
+        lambda: (
+            RequestBuilder().add_message("user", "x").set_sampler_stop_toks(StopTokens.Ids([999]))
+        ),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_n_choices(0),
+    ],
+)
+async def test_bad_requests_are_refused_before_anything_runs(model, bad):
+    """Each is a RequestError; a healthy request beside it is untouched."""
+    healthy = asyncio.create_task(continue_ids(model, prompt(9), 8))
+    with pytest.raises(RequestError):
+        await model.send_chat_request(bad())
+    assert await healthy == expected("llama", tuple(prompt(9)), 8)
+
+
+@pytest.mark.parametrize("bad", ["", [], [512], [-1], [1.5], [True]])
+async def test_bad_prompts_are_refused(model, bad):
+    """Empty text, no ids, ids outside the vocabulary or that are no ints."""
+    if bad == "" and (await model.tokenize("")):
+        pytest.skip("this tokenizer adds a BOS, so the prompt is not empty")
+    with pytest.raises(RequestError):
+        await model.send_completion_request(bad)
+
+
+async def test_logprobs_come_with_every_token_and_do_not_depend_on_the_sampler(model):
+    """Raw log-softmax: the first token's values are the same greedy, hot or penalised."""
+    settings = [
+        {"top_k": 1},
+        {"temperature": 0.5, "seed": 1},
+        {"temperature": 1.0, "seed": 1},
+        {"top_k": 5, "repetition_penalty": 1.2, "seed": 1},
+    ]
+    tops = []
+    for setting in settings:
+        params = SamplingParams(
+            max_len=4, ignore_eos=True, return_logprobs=True, top_n_logprobs=3, **setting
+        )
+        response = await model.send_completion_request(prompt(9), params)
+        content = response.choices[0].logprobs.content
+        assert len(content) == response.usage.completion_tokens == 4
+        assert all(entry.logprob <= 0 for entry in content)
+        tops.append([(t.token_id, round(t.logprob, 4)) for t in content[0].top_logprobs])
+    assert tops == [tops[0]] * 4
+
+
+async def test_chat_takes_text_messages_builders_and_openai_dicts(model):
+    """All forms of the same turn are the same request."""
+    text = "hi"
+    forms = [
+        text,
+        TextMessages().add_message(TextMessageRole.USER, text),
+        RequestBuilder().add_message(TextMessageRole.USER, text),
+        [{"role": "user", "content": text}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+            }
+        ],
+    ]
+    prompts = [model.render_chat(form)[1] for form in forms]
+    assert prompts == [prompts[0]] * len(forms)
+    assert isinstance(await model.chat(text), str)
+
+
+async def test_tokenize_and_detokenize_are_inverse(model):
+    """Raw text goes through ids and back."""
+    ids = await model.tokenize("the rain", add_special_tokens=False)
+    assert await model.detokenize(ids) == "the rain"
+    with pytest.raises(RequestError, match="512"):
+        await model.detokenize([512])
+
+
+async def test_temperature_alone_samples(model):
+    """mistral.rs' trap, where a temperature without top_k stays greedy, is not copied."""
+    request = endless().set_sampler_max_len(24)
+    plain = (await model.send_chat_request(request)).choices[0].message.content
+    hot = await model.send_chat_request(request.set_sampler_temperature(2.0).set_sampler_seed(1))
+    assert hot.choices[0].message.content != plain
+
+
+async def test_repetition_penalty_sees_the_prompt_and_presence_penalty_does_not(model):
+    """At the first step only the repetition penalty may change the token, cache warm or cold."""
+    prompts = (prompt(200, seed=i) for i in range(50))
+    ids = next(ids for ids in prompts if expected("llama", tuple(ids), 1)[0] in ids)
+    usual = expected("llama", tuple(ids), 1)
+
+    def chosen(response) -> bytes:
+        return response.choices[0].logprobs.content[0].bytes
+
+    plain = await model.send_completion_request(ids, greedy(1))
+    assert generated_ids(plain) == usual
+    for penalties, same in (
+        ({"presence_penalty": 1e3, "frequency_penalty": 1e3}, True),
+        ({"repetition_penalty": 1e6}, False),
+        ({"repetition_penalty": 1e6}, False),
+    ):
+        response = await model.send_completion_request(ids, greedy(1, **penalties))
+        assert (chosen(response) == chosen(plain)) is same
