@@ -84,7 +84,11 @@ class ModelBuilder:
         return self._configure("with_max_num_batched_tokens", max_num_batched_tokens=tokens)
 
     def with_max_prefill_chunk_tokens(self, tokens: int) -> Self:
-        """Compute at most this many prompt tokens a step. Default 512, at least 1."""
+        """Compute at most this many prompt tokens a step on an accelerator. Default 512.
+
+        Divided over the prompts that run. CPU scheduling does not use it: there
+        `with_max_num_batched_tokens` splits prompts.
+        """
         return self._configure("with_max_prefill_chunk_tokens", max_prefill_chunk_tokens=tokens)
 
     def with_max_decode_steps_before_prefill(self, steps: int) -> Self:
@@ -96,7 +100,11 @@ class ModelBuilder:
     # What is kept between steps and requests
 
     def with_prefix_cache_n(self, n: int | None) -> Self:
-        """Keep this many prompt prefixes for reuse. Default 16; None or 0 keeps none."""
+        """Reuse the keys and values of prompt prefixes. Default 16; None or 0 turns it off.
+
+        Prefixes share the blocks of the KV pool and stay until their blocks are needed, least
+        recently used first: with paging any other number means the same.
+        """
         return self._configure("with_prefix_cache_n", prefix_cache_n=n)
 
     def with_no_kv_cache(self) -> Self:

@@ -113,6 +113,11 @@ class Model:
             RequestError: as `send_chat_request`, before anything runs.
         """
         asked = as_request(request)
+        if asked.adapter is not None:
+            raise RequestError(
+                f"adapter {asked.adapter!r} is unknown: {self._checkpoint.name} was loaded without "
+                "adapters; leave set_adapter out for the base model"
+            )
         encode = functools.partial(
             self._encoder.encode_chat,
             asked.messages,

@@ -324,3 +324,10 @@ async def test_a_memory_size_that_is_not_there_is_refused():
     paged = PagedAttentionMetaBuilder().with_gpu_memory(MemoryGpuConfig.MbAmount(10**9)).build()
     with pytest.raises(ModelLoadError, match="GiB"):
         await ModelBuilder(tiny_folder()).with_paged_attn(paged).build()
+
+
+async def test_a_chunk_limit_on_a_cpu_warns_that_it_has_no_effect(caplog):
+    """Set to another value than the default it is not silently ignored; describe() says so too."""
+    async with await tiny_builder().with_max_prefill_chunk_tokens(64).build() as model:
+        assert "max_prefill_chunk_tokens (64) has no effect on a CPU" in caplog.text
+        assert "no effect on a CPU" in model.describe()

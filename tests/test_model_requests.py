@@ -208,6 +208,7 @@ async def test_the_answer_ends_with_the_context():
             RequestBuilder().add_message("user", "x").set_sampler_stop_toks(StopTokens.Ids([999]))
         ),
         lambda: RequestBuilder().add_message("user", "x").set_sampler_n_choices(0),
+        lambda: RequestBuilder().add_message("user", "x").set_adapter("no such adapter"),
     ],
 )
 async def test_bad_requests_are_refused_before_anything_runs(model, bad):

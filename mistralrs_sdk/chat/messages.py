@@ -75,6 +75,8 @@ class RequestBuilder:
     chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
     truncate_sequence: bool = False
     """Drop the start of a prompt that is too long, instead of refusing it."""
+    adapter: str | None = None
+    """The LoRA adapter to answer with; None is the base model."""
 
     @classmethod
     def from_messages(cls, messages: TextMessages) -> RequestBuilder:
@@ -105,6 +107,15 @@ class RequestBuilder:
     def with_truncate_sequence(self, truncate: bool) -> RequestBuilder:
         """Drop the start of a too long prompt (True), or refuse it (False, the default)."""
         return attrs.evolve(self, truncate_sequence=_flag("truncate_sequence", truncate))
+
+    def set_adapter(self, adapter: str | None) -> RequestBuilder:
+        """Answer with this adapter; None is the base model.
+
+        Sending the request is a RequestError if the model has no adapter of that name.
+        """
+        if adapter is not None and (not isinstance(adapter, str) or not adapter):
+            raise RequestError(f"adapter {adapter!r} must be the name of a loaded adapter, or None")
+        return attrs.evolve(self, adapter=adapter)
 
     def set_sampling(self, params: SamplingParams) -> RequestBuilder:
         """Replace every sampling setting; what `params` leaves unset, the model's defaults fill."""

@@ -77,6 +77,8 @@ def build_engine(
     started = time.perf_counter()
     origins: dict[str, str] = {}
     device = _choose_device(config, origins)
+    if device.type == "cpu":
+        _explain_chunk_limit(config, origins)
     dtype = _choose_dtype(config, device, origins)
     threads = config.num_threads or default_num_threads()
     origins["num_threads"] = "user" if config.num_threads else "physical cores of this process"
@@ -128,6 +130,18 @@ def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.devic
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device ({config.device!r}) is not available: use with_device('cpu')")
     return device
+
+
+def _explain_chunk_limit(config: EngineConfig, origins: dict[str, str]) -> None:
+    """The chunk limit keeps kernels on an accelerator short; CPU scheduling does not use it."""
+    origins["max_prefill_chunk_tokens"] = "no effect on a CPU"
+    if config.max_prefill_chunk_tokens != EngineConfig().max_prefill_chunk_tokens:
+        logger.warning(
+            "max_prefill_chunk_tokens (%d) has no effect on a CPU: to split prompts there, "
+            "lower max_num_batched_tokens (%d)",
+            config.max_prefill_chunk_tokens,
+            config.max_num_batched_tokens,
+        )
 
 
 def _choose_dtype(

@@ -106,15 +106,15 @@ def load_model(
     parts = _parts_of_parameters(model)
     _check_ledger(checkpoint, model, parts)
     total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    largest = max(math.prod(checkpoint.tensors[part].shape) for part in sum(parts.values(), []))
-    free = free_memory(device)
-    too_large = (
-        f"{checkpoint.name} does not fit: its weights take {total / 2**30:.2f} GiB as {dtype} and "
-        f"{free / 2**30:.2f} GiB are free on {device}; use a smaller dtype (with_dtype) or a "
-        "smaller model"
-    )
+    largest = max(math.prod(checkpoint.tensors[n].shape) for names in parts.values() for n in names)
     # one tensor is held as it was read, at most in float32, besides the result
-    if total + largest * torch.float32.itemsize > free:
+    needed, free = total + largest * torch.float32.itemsize, free_memory(device)
+    too_large = (
+        f"{checkpoint.name} does not fit: loading its weights as {dtype} takes "
+        f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free on {device}; "
+        "use a smaller dtype (with_dtype) or a smaller model"
+    )
+    if needed > free:
         raise ModelLoadError(too_large)
     try:
         with progress_of(progress, f"loading {checkpoint.name}", total=total) as advance:
@@ -124,7 +124,9 @@ def load_model(
                 )
                 _set_parameter(model, name, value)
                 advance(value.numel() * dtype.itemsize)
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
         raise ModelLoadError(too_large) from error
     return model.eval().requires_grad_(False)
 
