@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
-
-import anyio.from_thread
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mistralrs_sdk.chat.responses import ChatCompletionChunkResponse, ChatCompletionResponse
+from mistralrs_sdk.errors import EngineClosedError
 from mistralrs_sdk.model import Model, RequestLike
 
 if TYPE_CHECKING:
     from mistralrs_sdk.builder import ModelBuilder
     from mistralrs_sdk.stream import ChatStream
 
+T = TypeVar("T")
+
 
 class BlockingModel:
     """A `Model` with plain methods, for scripts, notebooks and threads.
 
     It keeps an event loop of its own on a thread, so it also works where a loop already runs
-    (which it then blocks, as any blocking call would). May be used from several threads.
+    (which it then blocks, as any blocking call would). May be used from several threads. A script
+    that ends without `close()` ends all the same.
     """
 
-    def __init__(
-        self, model: Model, portal: anyio.from_thread.BlockingPortal, stack: ExitStack
-    ) -> None:
+    def __init__(self, model: Model, loop: _LoopThread) -> None:
         self._model = model
-        self._portal = portal
-        self._stack = stack
+        self._loop = loop
 
     @classmethod
     def from_builder(cls, builder: ModelBuilder) -> Self:
@@ -37,15 +38,16 @@ class BlockingModel:
         Raises:
             ModelLoadError, ConfigError: as `ModelBuilder.build`.
         """
-        with ExitStack() as stack:
-            portal = stack.enter_context(anyio.from_thread.start_blocking_portal())
-            model = portal.call(builder.build)
-            stack.callback(portal.call, model.aclose)
-            return cls(model, portal, stack.pop_all())
+        loop = _LoopThread()
+        try:
+            return cls(loop.run(builder.build()), loop)
+        except BaseException:
+            loop.stop()
+            raise
 
     def chat(self, text: str) -> str:
         """Answer one user turn greedily; returns the text."""
-        return self._portal.call(self._model.chat, text)
+        return self._loop.run(self._model.chat(text))
 
     def send_chat_request(self, request: RequestLike) -> ChatCompletionResponse:
         """Answer a chat.
@@ -53,7 +55,7 @@ class BlockingModel:
         Raises:
             RequestError, InferenceError, EngineDeadError, EngineClosedError: as `Model`.
         """
-        return self._portal.call(self._model.send_chat_request, request)
+        return self._loop.run(self._model.send_chat_request(request))
 
     def stream_chat_request(self, request: RequestLike) -> Iterator[ChatCompletionChunkResponse]:
         """Answer a chat in chunks; closing or dropping the iterator aborts the request.
@@ -61,24 +63,22 @@ class BlockingModel:
         Raises:
             RequestError: as `Model`, before anything runs.
         """
-        return self._chunks(self._portal.call(self._model.stream_chat_request, request))
+        return self._chunks(self._loop.run(self._model.stream_chat_request(request)))
 
     def _chunks(self, stream: ChatStream) -> Iterator[ChatCompletionChunkResponse]:
-        with self._portal.wrap_async_context_manager(stream) as chunks:
-            while True:
-                try:
-                    chunk = self._portal.call(chunks.__anext__)
-                except StopAsyncIteration:
-                    return
+        try:
+            while (chunk := self._loop.run(_next_chunk(stream))) is not None:
                 yield chunk
+        finally:
+            self._loop.start(stream.aclose())  # not waited for: the interpreter may be ending
 
     def tokenize(self, text: RequestLike) -> list[int]:
         """Return the ids of a raw text, or of messages as the chat template renders them."""
-        return self._portal.call(self._model.tokenize, text)
+        return self._loop.run(self._model.tokenize(text))
 
     def detokenize(self, ids: list[int]) -> str:
         """Return the text of token ids."""
-        return self._portal.call(self._model.detokenize, ids)
+        return self._loop.run(self._model.detokenize(ids))
 
     def describe(self) -> str:
         """Return every resolved setting and where it came from."""
@@ -89,8 +89,10 @@ class BlockingModel:
         return self._model
 
     def close(self) -> None:
-        """Stop the engine and free the model; a second call does nothing."""
-        self._stack.close()
+        """Stop the engine and free the model; open requests fail. A second call does nothing."""
+        if not self._loop.stopped:
+            self._loop.run(self._model.aclose())
+            self._loop.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -100,3 +102,43 @@ class BlockingModel:
 
     def __repr__(self) -> str:
         return f"<BlockingModel of {self._model!r}>"
+
+
+class _LoopThread:
+    """An event loop on a daemon thread: a process that forgot to close it ends all the same."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="mistralrs-blocking", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run it there and wait; whatever interrupts the wait cancels it."""
+        future = self.start(coroutine)
+        if future is None:
+            raise EngineClosedError("the model was closed; build it again to use it")
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T] | None:
+        """Run it there without waiting; None if the loop has stopped."""
+        if self.stopped:
+            coroutine.close()
+            return None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> None:
+        self.stopped = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _next_chunk(stream: ChatStream) -> ChatCompletionChunkResponse | None:
+    return await anext(stream, None)

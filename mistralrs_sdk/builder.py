@@ -69,7 +69,7 @@ class ModelBuilder:
         """
         from mistralrs_sdk.model import Model
 
-        if self.logs_to_stderr:
+        if self.logs_to_stderr or self.config.throughput_logging:
             configure_logging()
         return await Model.build(self)
 
@@ -146,7 +146,10 @@ class ModelBuilder:
         return self._configure("with_force_cpu", device="cpu")._replace(force_cpu=True)
 
     def with_num_threads(self, threads: int) -> Self:
-        """Use this many CPU threads, 1 to 1024. Default: the physical cores it may use."""
+        """Use this many CPU threads, 1 to 1024. Default: the physical cores it may use.
+
+        Holds for the engine's thread, and for other torch work only in threads started after it.
+        """
         return self._configure("with_num_threads", num_threads=threads)
 
     def with_seed(self, seed: int) -> Self:

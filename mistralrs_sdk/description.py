@@ -7,10 +7,20 @@ from collections.abc import Iterator
 import attrs
 
 from mistralrs_sdk.config import EngineConfig
+from mistralrs_sdk.cpu_threads import format_cpulist
 from mistralrs_sdk.engine.build import EngineInfo
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 
 _SHOWN_ELSEWHERE = {"paged_attn"}
+_SAMPLING_DEFAULTS = {
+    "do_sample",
+    "min_p",
+    "repetition_penalty",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+}
 
 
 def describe(info: EngineInfo, checkpoint: Checkpoint) -> str:
@@ -39,6 +49,8 @@ def _setting_rows(info: EngineInfo) -> Iterator[tuple[str, str, str]]:
             "default" if value == getattr(defaults, field.name) else "user"
         )
         yield field.name, str(getattr(value, "value", value)), origin
+    if info.cpu_affinity is not None:
+        yield "cpu affinity", format_cpulist(info.cpu_affinity), info.origins["cpu_affinity"]
     yield "attention", info.attention, "automatic"
     paged = info.config.paged_attn
     if paged is None:
@@ -57,7 +69,7 @@ def _text_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
     yield "BOS", f"{files.bos_token!r}{', added to raw text' if files.adds_bos else ''}", "model"
     yield "end tokens", ", ".join(map(str, sorted(files.eos_token_ids))) or "none", "model"
     for name, value in sorted(checkpoint.generation_config.items()):
-        if name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample"):
+        if name in _SAMPLING_DEFAULTS:
             yield f"default {name}", str(value), "generation_config.json"
 
 

@@ -52,6 +52,7 @@ class Generation:
         self._stop_seqs = stop.seqs if stop else ()
         self._named_stop_ids = frozenset(stop.ids if stop else ())
         self._cached_tokens = 0
+        self._failure: InferenceError | None = None
         self._choices = [
             _Choice(
                 Detokenizer(
@@ -82,10 +83,13 @@ class Generation:
         """Wait for the next step's deltas; empty when every choice has ended.
 
         Raises:
-            InferenceError: the request failed.
+            InferenceError: the request failed; all that came before was returned.
             EngineDeadError, EngineClosedError: there is no engine any more.
         """
         while not self.finished:
+            if self._failure is not None:
+                self.close()
+                raise self._failure
             outputs = await self._stream.take()
             if not outputs:  # closed
                 return []
@@ -108,9 +112,10 @@ class Generation:
         choice = self._choices[output.choice]
         if choice.finished:
             return None  # what the engine did before it heard of the stop string
-        if output.finish_reason == "error":
-            self.close()
-            raise InferenceError(f"the request failed: {output.error}")
+        finish_reason: str | None = output.finish_reason
+        if finish_reason == "error":
+            self._failure = InferenceError(f"the request failed: {output.error}")
+            finish_reason = None  # the error is raised once everything before it was taken
         if output.choice == 0:
             self._cached_tokens = output.cached_tokens
         choice.prompt_time = output.prompt_time
@@ -119,7 +124,6 @@ class Generation:
         ids = output.token_ids[:-1] if ended_by_id else output.token_ids
         text, taken = self._feed(choice, ids)
         choice.num_tokens += taken
-        finish_reason: str | None = output.finish_reason
         stop_reason: str | int | None = None
         if choice.detokenizer.stopped is None and finish_reason is not None:
             text += choice.detokenizer.finish()

@@ -34,18 +34,33 @@ def physical_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def physical_cores(cpus: Collection[int], *, read: ReadText = read_text) -> int:
+    """How many cores these logical CPUs are: two hyperthreads of a core share its arithmetic units.
+
+    Where the system does not tell which CPUs are siblings, each counts as a core.
+    """
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    return len({read(topology.format(cpu)) or cpu for cpu in cpus})
+
+
+def cpu_quota(*, read: ReadText = read_text) -> float | None:
+    """CPUs worth of time that the tightest of this process's cgroups grants; None for no limit."""
+    return min(_cpu_quotas(read), default=None)
+
+
 def default_num_threads(
     *, cpus: Callable[[], Collection[int]] = allowed_cpus, read: ReadText = read_text
 ) -> int:
-    """The physical cores that affinity allows, at most the cgroup's CPU quota; at least 1.
+    """The physical cores that affinity allows, at most the cgroup's CPU quota; at least 1."""
+    return within_quota(physical_cores(cpus(), read=read), cpu_quota(read=read))
 
-    Two hyperthreads of a core share its arithmetic units, so they count once. A fractional quota is
-    rounded down: one thread too many is throttled, and the others wait for it.
+
+def within_quota(threads: int, quota: float | None) -> int:
+    """At most `quota` threads, at least 1.
+
+    A fractional quota is rounded down: one thread too many is throttled, and the others wait.
     """
-    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = {read(topology.format(cpu)) or cpu for cpu in cpus()}
-    quotas = [int(quota) for quota in _cpu_quotas(read)]
-    return max(1, min([len(cores), *quotas]))
+    return max(1, threads if quota is None else min(threads, int(quota)))
 
 
 def available_memory(
@@ -62,15 +77,15 @@ def available_memory(
 
 
 def _cpu_quotas(read: ReadText) -> Iterator[float]:
-    """Whole CPUs worth of time each enclosing cgroup grants, for those that limit it."""
+    """CPUs worth of time each enclosing cgroup grants, for those that limit it."""
     for folder in _cgroup_folders(read, controller=None):
         quota, _, period = (read(f"{folder}/cpu.max") or "").partition(" ")
-        if quota.isdigit() and period.strip().isdigit():
+        if quota.isdigit() and period.strip().isdigit() and int(period):
             yield int(quota) / int(period)
     for folder in _cgroup_folders(read, controller="cpu"):
         quota = (read(f"{folder}/cpu.cfs_quota_us") or "").strip()
         period = (read(f"{folder}/cpu.cfs_period_us") or "").strip()
-        if quota.isdigit() and period.isdigit():  # -1 is no limit
+        if quota.isdigit() and period.isdigit() and int(period):  # -1 is no limit
             yield int(quota) / int(period)
 
 

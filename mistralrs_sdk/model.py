@@ -8,10 +8,11 @@ import itertools
 import random
 import time
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import anyio.to_thread
+import attrs
 
 from mistralrs_sdk.chat.messages import RequestBuilder, TextMessages, as_request
 from mistralrs_sdk.chat.responses import (
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 RequestLike = RequestBuilder | TextMessages | str | Sequence[dict[str, Any]]
 """What a chat request may be: a builder, messages, one user turn, or OpenAI message dicts."""
 
+T = TypeVar("T")
+
 LONG_TEXT = 20_000
 """Characters from which on a prompt is encoded off the event loop."""
 
@@ -61,7 +64,6 @@ class Model:
         self._tokenizer = checkpoint.tokenizer.tokenizer
         self._request_ids = itertools.count(1)
         self._seeds = random.Random(info.config.seed)
-        self._dry_breakers: dict[str, int | None] = {}
         self._closed = False
 
     @classmethod
@@ -78,13 +80,16 @@ class Model:
         built: list[EngineInfo] = []
 
         def make_engine() -> Engine:
-            engine, info = build_engine(checkpoint, builder.config, progress=progress)
+            engine, info = build_engine(
+                checkpoint, builder.config, progress=progress, cancelled=lambda: thread.stopping
+            )
             built.append(info)
             return engine
 
         thread = EngineThread(make_engine)
         await thread.start()
-        return cls(thread, built[0], checkpoint, encoder)
+        # The weights are read: what maps their files may go.
+        return cls(thread, built[0], attrs.evolve(checkpoint, tensors={}), encoder)
 
     # Asking
 
@@ -124,8 +129,7 @@ class Model:
             enable_thinking=asked.thinking,
             extra=asked.chat_template_kwargs,
         )
-        size = sum(len(str(message.get("content", ""))) for message in asked.messages)
-        prompt_ids = await _off_loop_if(size > LONG_TEXT, encode)
+        prompt_ids = await _off_loop_if(self._is_slow_to_encode(asked), encode)
         sampling = asked.sampling_params
         number, generation = await self._generate(
             prompt_ids, sampling, truncate=asked.truncate_sequence
@@ -207,12 +211,16 @@ class Model:
             RequestError: the template refuses the messages.
         """
         if isinstance(text, str):
-            if not add_special_tokens:
-                return self._tokenizer.encode(text, add_special_tokens=False).ids
-            return self._encoder.encode_text(text)
-        return self.render_chat(
-            text, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking
-        )[1]
+            encode = self._encoder.encode_text if add_special_tokens else self._encoder.encode_plain
+            return await _off_loop_if(len(text) > LONG_TEXT, functools.partial(encode, text))
+        asked = as_request(text)
+        render = functools.partial(
+            self.render_chat,
+            asked,
+            add_generation_prompt=add_generation_prompt,
+            enable_thinking=enable_thinking,
+        )
+        return (await _off_loop_if(self._is_slow_to_encode(asked), render))[1]
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids.
@@ -220,7 +228,10 @@ class Model:
         Raises:
             RequestError: an id is outside the vocabulary.
         """
-        return self._tokenizer.decode(self._check_ids(ids), skip_special_tokens=skip_special_tokens)
+        decode = functools.partial(
+            self._tokenizer.decode, self._check_ids(ids), skip_special_tokens=skip_special_tokens
+        )
+        return await _off_loop_if(len(ids) > LONG_TEXT, decode)
 
     def render_chat(
         self,
@@ -302,10 +313,12 @@ class Model:
     ) -> tuple[int, Generation]:
         """Check the request against the model, then hand it to the engine."""
         sampling.check_vocabulary(self._info.vocab_size)
+        if prompt_ids and max(prompt_ids) >= self._info.vocab_size:  # a tokenizer may know more
+            self._check_ids(prompt_ids)
         limit = self._info.max_model_len
         if truncate and len(prompt_ids) >= limit:
             room = limit - min(sampling.max_len or 1, limit - 1)
-            prompt_ids = prompt_ids[-room:]
+            prompt_ids = self._encoder.keep_end(prompt_ids, room)
         if not prompt_ids:
             raise RequestError("the prompt is empty: it has no tokens")
         if len(prompt_ids) >= limit:
@@ -330,6 +343,11 @@ class Model:
         stream = await self._thread.submit(request)
         return request.id, Generation(self._thread, stream, request, self._tokenizer)
 
+    def _is_slow_to_encode(self, asked: RequestBuilder) -> bool:
+        """Whether encoding would hold up the event loop."""
+        size = sum(len(message["content"]) for message in asked.messages)
+        return size > LONG_TEXT or self._encoder.holds_control_text(asked.messages)
+
     def _check_ids(self, ids: Sequence[int]) -> list[int]:
         size = self._info.vocab_size
         for token in ids:
@@ -343,13 +361,8 @@ class Model:
         """The ids that end a repetition: the last token of "a" followed by each breaker."""
         if sampling.dry_params is None:
             return frozenset()
-        found = self._dry_breakers
-        for text in sampling.dry_params.sequence_breakers:
-            if text not in found:
-                ids = self._tokenizer.encode(f"a{text}", add_special_tokens=False).ids
-                found[text] = ids[-1] if ids else None
-        ids = (found[text] for text in sampling.dry_params.sequence_breakers)
-        return frozenset(token for token in ids if token is not None)
+        texts = [f"a{breaker}" for breaker in sampling.dry_params.sequence_breakers]
+        return frozenset(self._encoder.encode_plain(text)[-1] for text in texts)
 
 
 def _prompt_encoder(checkpoint: Checkpoint) -> PromptEncoder:
@@ -367,7 +380,7 @@ def _prompt_encoder(checkpoint: Checkpoint) -> PromptEncoder:
     )
 
 
-async def _off_loop_if(long: bool, function: functools.partial[list[int]]) -> list[int]:
+async def _off_loop_if(long: bool, function: Callable[[], T]) -> T:
     """Run it here, or on a worker thread if it would hold up the event loop."""
     return await anyio.to_thread.run_sync(function) if long else function()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,6 +13,9 @@ from mistralrs_sdk.errors import ModelLoadError, RequestError
 
 MAX_TOP_LOGPROBS = 20
 """The most alternatives per token a request may ask for (OpenAI's limit)."""
+
+MAX_CHOICES = 128
+"""The most answers a request may ask for (OpenAI's limit)."""
 
 SUPPRESSED = -1e9
 """Bias of the model's `suppress_tokens`: low enough to never be drawn, still finite."""
@@ -59,8 +63,7 @@ class StopTokens:
                 "stop_toks is empty: give at least one string or id, or leave it unset"
             )
         for seq in self.seqs:
-            if not isinstance(seq, str) or not seq:
-                raise RequestError(f"stop string {seq!r} must be a non-empty string")
+            _require_text("stop string", seq)
         for token in self.ids:
             _require_int("stop token id", token, minimum=0)
 
@@ -80,6 +83,8 @@ class DrySamplingParams:
         _require_number("dry multiplier", self.multiplier, minimum=0.0)
         _require_number("dry base", self.base, minimum=1.0)
         _require_int("dry allowed_length", self.allowed_length, minimum=0)
+        for breaker in self.sequence_breakers:
+            _require_text("dry sequence breaker", breaker)
 
 
 @attrs.frozen(kw_only=True)
@@ -131,20 +136,13 @@ class SamplingParams:
         return cls()
 
     def __attrs_post_init__(self) -> None:
-        _require_number("temperature", self.temperature, minimum=0.0)
-        _require_number("top_p", self.top_p, minimum=0.0, maximum=1.0)
-        _require_number("min_p", self.min_p, minimum=0.0, maximum=1.0)
-        _require_int("top_k", self.top_k, minimum=-1)
+        for name, check in _OPTIONAL_CHECKS.items():
+            if (value := getattr(self, name)) is not None:
+                check(name, value)
         _require_int("top_n_logprobs", self.top_n_logprobs, minimum=0, maximum=MAX_TOP_LOGPROBS)
-        _require_number("frequency_penalty", self.frequency_penalty)
-        _require_number("presence_penalty", self.presence_penalty)
-        _require_number("repetition_penalty", self.repetition_penalty, above=0.0)
-        _require_int("max_len", self.max_len, minimum=1)
-        _require_int("n_choices", self.n_choices, minimum=1)
-        _require_int("seed", self.seed, minimum=0)
-        for token, bias in (self.logits_bias or {}).items():
-            _require_int("logits_bias token id", token, minimum=0)
-            _require_number(f"logits_bias of token {token}", bias)
+        _require_int("n_choices", self.n_choices, minimum=1, maximum=MAX_CHOICES)
+        for name in ("return_logprobs", "include_stop", "ignore_eos"):
+            _require_type(name, getattr(self, name), bool)
 
     @property
     def is_greedy(self) -> bool:
@@ -235,8 +233,6 @@ def _file_error(problem: str) -> ModelLoadError:
 def _require_int(
     name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None
 ) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} ({value!r}) must be a whole number")
     _require_range(name, value, minimum, maximum)
@@ -250,10 +246,8 @@ def _require_number(
     maximum: float | None = None,
     above: float | None = None,
 ) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} ({value!r}) must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise RequestError(f"{name} ({value!r:.80}) must be a finite number")
     if above is not None and value <= above:
         raise RequestError(f"{name} ({value}) must be above {above}")
     _require_range(name, value, minimum, maximum)
@@ -264,3 +258,48 @@ def _require_range(name: str, value: float, minimum: float | None, maximum: floa
         raise RequestError(f"{name} ({value}) must be at least {minimum}")
     if maximum is not None and value > maximum:
         raise RequestError(f"{name} ({value}) must be at most {maximum}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int no float can hold
+        return False
+
+
+def _require_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{name} {value!r} must be a non-empty string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} {value!r} is not valid Unicode") from None
+
+
+def _require_type(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} ({value!r:.80}) must be {kind.__name__}")
+
+
+def _require_bias(name: str, value: Any) -> None:
+    _require_type(name, value, Mapping)
+    for token, bias in value.items():
+        _require_int(f"{name} token id", token, minimum=0)
+        _require_number(f"{name} of token {token}", bias)
+
+
+_OPTIONAL_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "temperature": partial(_require_number, minimum=0.0),
+    "top_k": partial(_require_int, minimum=-1),
+    "top_p": partial(_require_number, minimum=0.0, maximum=1.0),
+    "min_p": partial(_require_number, minimum=0.0, maximum=1.0),
+    "frequency_penalty": _require_number,
+    "presence_penalty": _require_number,
+    "repetition_penalty": partial(_require_number, above=0.0),
+    "max_len": partial(_require_int, minimum=1),
+    "seed": partial(_require_int, minimum=0),
+    "logits_bias": _require_bias,
+    "stop_toks": partial(_require_type, kind=StopTokens),
+    "dry_params": partial(_require_type, kind=DrySamplingParams),
+}
+"""The settings that may be unset, and what they must be otherwise."""

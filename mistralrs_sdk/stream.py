@@ -55,6 +55,7 @@ class ChatStream:
         self._created = created
         self._model = model
         self._reports_logprobs = logprobs
+        self._closed_early = False
         self._waiting: deque[ChoiceDelta] = deque()
         self._answers: dict[int, _Answer] = {}
 
@@ -103,6 +104,7 @@ class ChatStream:
 
     async def aclose(self) -> None:
         """Abort the request if it still runs."""
+        self._closed_early = not self._generation.finished
         self._waiting.clear()
         self._generation.close()
 
@@ -128,6 +130,7 @@ class ChatStream:
         return deltas
 
     def _response(self) -> ChatCompletionResponse:
+        unfinished = "canceled" if self._closed_early else "error"
         return ChatCompletionResponse(
             id=self.id,
             created=self._created,
@@ -137,7 +140,7 @@ class ChatStream:
                     index=index,
                     message=ResponseMessage(content="".join(answer.texts)),
                     logprobs=self._logprobs(answer.logprobs),
-                    finish_reason=answer.finish_reason or "error",
+                    finish_reason=answer.finish_reason or unfinished,
                     stop_reason=answer.stop_reason,
                 )
                 for index, answer in sorted(self._answers.items())

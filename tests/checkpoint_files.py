@@ -46,8 +46,6 @@ def tensors_of(config: Mapping[str, Any]) -> dict[str, Tensor]:
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
         "model.norm.weight": (HIDDEN,),
     }
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
     for layer in range(config["num_hidden_layers"]):
         parts: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (HIDDEN,),
@@ -64,6 +62,8 @@ def tensors_of(config: Mapping[str, Any]) -> dict[str, Tensor]:
             parts |= {"self_attn.q_proj.bias": (HIDDEN,)}
             parts |= {f"self_attn.{part}_proj.bias": (kv,) for part in "kv"}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    if not config["tie_word_embeddings"]:  # drawn last: the rest is the same with and without
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
     return {
         name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1.0)
         for name, shape in shapes.items()
@@ -94,6 +94,14 @@ def write_folder(
         weight_map |= dict.fromkeys(part, name)
     write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
     return folder
+
+
+def folder_with(path: Path, *names: str) -> Path:
+    """A folder with empty files of these names."""
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(b"")
+    return path
 
 
 def write_json(path: Path, value: Any) -> None:

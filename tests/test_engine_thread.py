@@ -13,7 +13,7 @@ import pytest
 
 from mistralrs_sdk.engine.engine import Engine
 from mistralrs_sdk.engine.engine_thread import EngineThread, RequestStream
-from mistralrs_sdk.errors import EngineClosedError, EngineDeadError, RequestError
+from mistralrs_sdk.errors import EngineClosedError, EngineDeadError, InferenceError, RequestError
 from tests.engine_helpers import (
     FakeRunner,
     expected_tokens,
@@ -259,3 +259,22 @@ async def test_threads_and_streams_do_not_pile_up():
     await thread.aclose()
     gc.collect()
     assert threading.active_count() <= before + 1  # anyio keeps a worker thread for a while
+
+
+async def test_a_request_that_cannot_be_queued_fails_alone(monkeypatch):
+    """An error while adding is that request's InferenceError; the engine goes on."""
+    thread = await started()
+    bad, good = make_request(5), make_request(5, max_tokens=3)
+    add = Engine.add
+
+    def picky(self, request):
+        if request is bad:
+            raise TypeError("odd request")
+        add(self, request)
+
+    monkeypatch.setattr(Engine, "add", picky)
+    with pytest.raises(InferenceError, match="odd request"):
+        await collect(await thread.submit(bad))
+    assert await collect(await thread.submit(good)) == expected_tokens(good.prompt_ids, 3)
+    await idle(thread)
+    await thread.aclose()

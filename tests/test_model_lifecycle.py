@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import re
+import subprocess
+import sys
 import threading
+import weakref
 
 import anyio
 import pytest
@@ -331,3 +335,95 @@ async def test_a_chunk_limit_on_a_cpu_warns_that_it_has_no_effect(caplog):
     async with await tiny_builder().with_max_prefill_chunk_tokens(64).build() as model:
         assert "max_prefill_chunk_tokens (64) has no effect on a CPU" in caplog.text
         assert "no effect on a CPU" in model.describe()
+
+
+async def test_an_answer_that_ends_in_an_error_keeps_all_that_came_before(monkeypatch):
+    """Tokens that were computed but not read yet are in partial_response too."""
+    async with await tiny_builder().build() as model:
+        engine = await model._thread.call(lambda engine: engine)
+        run, steps = engine.runner.run, []
+
+        def broken(self, scheduled):
+            steps.append(1)
+            if len(steps) == 9:
+                raise RuntimeError("injected")
+            return run(scheduled)
+
+        stream = await model.stream_chat_request(endless())
+        await anext(stream)
+        monkeypatch.setattr(type(engine.runner), "run", broken)
+        await assert_idle(model)
+        with pytest.raises(InferenceError) as caught:
+            await stream.collect()
+        assert caught.value.partial_response.usage.completion_tokens >= 9
+
+
+async def test_collecting_after_aclose_says_canceled():
+    """What was read is returned; the finish reason is canceled, not error."""
+    async with await tiny_builder().build() as model:
+        stream = await model.stream_chat_request(endless())
+        await anext(stream)
+        await stream.aclose()
+        assert (await stream.collect()).choices[0].finish_reason == "canceled"
+
+
+async def test_nothing_of_the_checkpoint_stays_open_after_loading():
+    """The files' tensors are let go once the weights are read."""
+    async with await tiny_builder().build() as model:
+        assert model._checkpoint.tensors == {}
+        assert model._thread._make_engine is None
+
+
+async def test_a_dead_engine_lets_the_model_go(monkeypatch):
+    """The chained cause keeps no frame that holds the weights."""
+    # pytest keeps the tracebacks that are logged
+    monkeypatch.setattr(logging.getLogger("mistralrs_sdk.engine"), "disabled", True)
+    model = await tiny_builder().with_max_num_seqs(1).build()
+    runner = weakref.ref((await model._thread.call(lambda engine: engine)).runner)
+
+    def broken(self, scheduled):
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(type(runner()), "run", broken)
+    calls = (model.send_chat_request(endless()) for _ in range(4))
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert any(isinstance(outcome, EngineDeadError) for outcome in outcomes)
+    del outcomes, calls
+    await model.aclose()
+    gc.collect()
+    assert runner() is None
+
+
+def test_closing_a_blocking_model_with_an_open_stream_ends():
+    """The open iterator does not hold close() up; it then raises EngineClosedError."""
+    model = BlockingModel.from_builder(tiny_builder())
+    chunks = model.stream_chat_request(endless())
+    next(chunks)
+    model.close()
+    with pytest.raises(EngineClosedError):
+        next(chunks)
+    with pytest.raises(EngineClosedError, match="build it again"):
+        model.chat("hi")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "m = BlockingModel.from_builder(b); m.chat('hi')",
+        "m = BlockingModel.from_builder(b); it = m.stream_chat_request(r); next(it)",
+        "m = BlockingModel.from_builder(b); raise SystemExit(3)",
+        "loop = asyncio.new_event_loop(); m = loop.run_until_complete(b.build());"
+        "s = loop.run_until_complete(m.stream_chat_request(r));"
+        "loop.run_until_complete(s.__anext__())",
+    ],
+)
+def test_a_script_that_forgets_to_close_ends_all_the_same(script):
+    """No hang and no abort: the engine stops before the interpreter goes."""
+    code = (
+        "import asyncio\n"
+        "from mistralrs_sdk import *\n"
+        f"b = ModelBuilder({str(tiny_folder())!r}).with_force_cpu().with_num_threads(1)\n"
+        "r = RequestBuilder().add_message('user', 'x').set_sampler_ignore_eos(True)\n" + script
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.returncode == (3 if "SystemExit" in script else 0), done.stderr.decode()

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from mistralrs_sdk import (
+    DrySamplingParams,
     RequestBuilder,
     RequestError,
     SamplingParams,
@@ -180,6 +181,18 @@ async def test_a_long_prompt_can_lose_its_start_instead(model):
     assert response.usage.completion_tokens == 16
 
 
+async def test_cutting_the_start_off_keeps_the_bos():
+    """A prompt that is cut still has its one BOS in front."""
+    template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    async with await tiny_builder().with_chat_template(template).build() as model:
+        request = endless("x" * 2000).set_sampler_max_len(8)
+        _, ids = model.render_chat(request)
+        kept = model._encoder.keep_end(ids, 100)
+        assert (len(kept), kept[0], kept[1:]) == (100, ids[0], ids[-99:])
+        response = await model.send_chat_request(request.with_truncate_sequence(True))
+        assert response.usage.prompt_tokens == model.max_sequence_length() - 8
+
+
 async def test_the_answer_ends_with_the_context():
     """Without max_len a request runs to the end of the context: finish_reason length."""
     async with await tiny_builder().with_max_model_len(64).build() as model:
@@ -208,6 +221,23 @@ async def test_the_answer_ends_with_the_context():
             RequestBuilder().add_message("user", "x").set_sampler_stop_toks(StopTokens.Ids([999]))
         ),
         lambda: RequestBuilder().add_message("user", "x").set_sampler_n_choices(0),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_n_choices(None),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_n_choices(129),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_topn_logprobs(None),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_logits_bias({5: None}),
+        lambda: RequestBuilder().add_message("user", "x").set_sampler_temperature(10**400),
+        lambda: (
+            RequestBuilder().add_message("user", "x").set_sampler_stop_toks(StopTokens.Ids([None]))
+        ),
+        lambda: (
+            RequestBuilder().add_message("user", "x").set_sampling(SamplingParams(stop_toks=["a"]))
+        ),
+        lambda: RequestBuilder().add_message("user", "\ud800"),
+        lambda: (
+            RequestBuilder()
+            .add_message("user", "x")
+            .set_sampler_dry_params(DrySamplingParams(multiplier=1, base=None))
+        ),
         lambda: RequestBuilder().add_message("user", "x").set_adapter("no such adapter"),
     ],
 )

@@ -16,7 +16,7 @@ import mistralrs_sdk
 ROOT = Path(mistralrs_sdk.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-BASE = {"_version", "config", "distributed", "errors", "machine", "sampling_params"}
+BASE = {"_version", "config", "cpu_threads", "distributed", "errors", "machine", "sampling_params"}
 BELOW_MODELS = BASE | {"attention", "kernels", "layers", "quant"}
 ENGINE = BELOW_MODELS | {"loading", "models"}
 ALLOWED = {
@@ -48,6 +48,7 @@ TORCH_FREE = (
     "chat.template",
     "cli",
     "config",
+    "cpu_threads",
     "engine.block_pool",
     "engine.default_scheduler",
     "engine.prefix_cache",

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from mistralrs_sdk.loading import progress
 from mistralrs_sdk.loading.progress import download_bar, progress_of, shows_bars
 
 
@@ -45,14 +46,15 @@ def test_callback_hears_the_start_and_every_advance(calls, callback):
 
 def test_bar_draws_on_stderr_only_when_asked(capsys):
     """False draws nothing; True draws the name of the work."""
-    for progress in (False, True):
-        with progress_of(progress, "loading x", total=10) as advance:
+    for shown in (False, True):
+        with progress_of(shown, "loading x", total=10) as advance:
             advance(10)
-        assert ("loading x" in capsys.readouterr().err) is progress
+        assert ("loading x" in capsys.readouterr().err) is shown
 
 
-def test_bars_leave_no_thread_behind(callback):
-    """A bar that is closed leaves nothing running."""
+def test_bars_leave_no_thread_behind(callback, monkeypatch):
+    """A bar that is closed leaves nothing running, not even tqdm's watching thread."""
+    monkeypatch.setattr(progress._Bar, "monitor", None)  # one started before would hide it
     before = threading.active_count()
 
     with progress_of(True, "loading x", total=1) as advance:
@@ -65,7 +67,8 @@ def test_bars_leave_no_thread_behind(callback):
 
 def test_download_callback_hears_what_the_bar_would_show(calls, callback, capsys):
     """huggingface_hub's bars report instead of drawing, also when their total grows."""
-    with download_bar(callback)(total=0, desc="Downloading bytes", name="hub", unit="B") as bar:
+    bar_class = download_bar(callback)
+    with bar_class(total=0, desc="Downloading bytes", name="hub", disable=True) as bar:
         bar.total = 100
         bar.update(30)
         bar.set_description("Done")
@@ -76,10 +79,10 @@ def test_download_callback_hears_what_the_bar_would_show(calls, callback, capsys
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("progress", [True, False])
-def test_download_bar_obeys_the_setting_whatever_the_hub_passes(progress, capsys):
+@pytest.mark.parametrize("shown", [True, False])
+def test_download_bar_obeys_the_setting_whatever_the_hub_passes(shown, capsys):
     """The user's choice wins over huggingface_hub's `disable`."""
-    with download_bar(progress)(total=2, desc="Fetching", name="hub", disable=None) as bar:
+    with download_bar(shown)(total=2, desc="Fetching", name="hub", disable=None) as bar:
         bar.update(2)
 
-    assert ("Fetching" in capsys.readouterr().err) is progress
+    assert ("Fetching" in capsys.readouterr().err) is shown

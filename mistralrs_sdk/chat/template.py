@@ -24,6 +24,7 @@ from mistralrs_sdk.errors import ModelLoadError, RequestError
 logger = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools"})
+_MOST_WARNINGS = 100
 _FIRST_STAND_IN = 0x10F000  # private use, plane 16: no font or text uses it
 
 
@@ -125,7 +126,8 @@ class ChatTemplate:
         for name, value in chosen.items():
             # not thinking is what a template without the switch does anyway
             moot = name == "enable_thinking" and not value
-            if name in self.variables or name in self._warned or moot:
+            known = name in self.variables or name in self._warned
+            if known or moot or len(self._warned) >= _MOST_WARNINGS:
                 continue
             self._warned.add(name)
             logger.warning("the chat template (%s) does not use %s: no effect", self.origin, name)
@@ -153,7 +155,8 @@ class PromptEncoder:
             tokenizer.no_padding()
         self.template = template
         self._tokenizer = tokenizer
-        self._bos_to_add = tokenizer.token_to_id(bos_token or "") if adds_bos else None
+        self._bos = tokenizer.token_to_id(bos_token) if bos_token else None
+        self._bos_to_add = self._bos if adds_bos else None
         if adds_bos and self._bos_to_add is None:
             raise ModelLoadError(f"bos_token ({bos_token!r}) is not in the tokenizer's vocabulary")
         self._warned_bos = False
@@ -179,6 +182,26 @@ class PromptEncoder:
             self._warn_bos()
             return ids[1:]
         return self._with_bos(ids)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode a text as it stands, without adding a BOS.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        return _encode(self._tokenizer, text, add_special_tokens=False)
+
+    def keep_end(self, ids: Sequence[int], count: int) -> list[int]:
+        """Cut a prompt to its last `count` ids; a BOS in front stays in front."""
+        if len(ids) <= count:
+            return list(ids)
+        if ids[0] == self._bos and count > 1:
+            return [ids[0], *ids[1 - count :]]
+        return list(ids[-count:])
+
+    def holds_control_text(self, messages: Sequence[Message]) -> bool:
+        """Whether a message spells a control token: shielding it takes a while the first time."""
+        return self._shield(list(messages)) != list(messages)
 
     def encode_chat(
         self,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import attrs
 import torch
@@ -20,6 +21,7 @@ from mistralrs_sdk.config import (
     PagedCacheType,
     Progress,
 )
+from mistralrs_sdk.cpu_threads import switched_on, use_threads
 from mistralrs_sdk.engine.block_pool import BlockPool
 from mistralrs_sdk.engine.default_scheduler import DefaultScheduler
 from mistralrs_sdk.engine.engine import Engine
@@ -30,7 +32,8 @@ from mistralrs_sdk.engine.scheduler import Scheduler, SchedulerConfig
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.loader import load_model
-from mistralrs_sdk.machine import available_memory, default_num_threads, physical_memory
+from mistralrs_sdk.machine import available_memory, physical_memory
+from mistralrs_sdk.models.decoder import CausalLM
 
 logger = logging.getLogger("mistralrs_sdk.engine")
 
@@ -57,6 +60,8 @@ class EngineInfo:
     num_blocks: int
     """Usable blocks of the KV pool; 0 without a KV cache."""
     attention: str
+    cpu_affinity: frozenset[int] | None
+    """The only CPUs the engine's threads run on; None if they are not pinned."""
     load_seconds: float
 
     @property
@@ -66,9 +71,16 @@ class EngineInfo:
 
 
 def build_engine(
-    checkpoint: Checkpoint, config: EngineConfig, *, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[Engine, EngineInfo]:
     """Load the weights and set up cache, scheduler and runner.
+
+    Call it on the thread that will step the engine: it sets the number of CPU threads, and the
+    CPUs they are pinned to if that is wanted, for the calling thread and those it starts.
 
     Raises:
         ConfigError: a setting does not suit this model or this machine.
@@ -76,17 +88,26 @@ def build_engine(
     """
     started = time.perf_counter()
     origins: dict[str, str] = {}
+    threads = use_threads(config.num_threads)  # first of all: pins what computes from here on
+    origins["num_threads"], origins["cpu_affinity"] = threads.origin, threads.pinned_by
+    # For this thread, and for threads the process starts later: torch keeps one number for those.
+    torch.set_num_threads(threads.num_threads)
     device = _choose_device(config, origins)
     if device.type == "cpu":
         _explain_chunk_limit(config, origins)
     dtype = _choose_dtype(config, device, origins)
-    threads = config.num_threads or default_num_threads()
-    origins["num_threads"] = "user" if config.num_threads else "physical cores of this process"
-    torch.set_num_threads(threads)  # holds for the thread that calls it: ours
-    model = load_model(checkpoint, dtype=_TORCH_DTYPES[dtype], device=device, progress=progress)
+    model = load_model(
+        checkpoint,
+        dtype=_TORCH_DTYPES[dtype],
+        device=device,
+        progress=progress,
+        cancelled=cancelled,
+    )
     parameters = list(model.parameters())
     resolved, scheduler, backend = _choose_cache(
-        model, attrs.evolve(config, device=str(device), dtype=dtype, num_threads=threads), origins
+        model,
+        attrs.evolve(config, device=str(device), dtype=dtype, num_threads=threads.num_threads),
+        origins,
     )
     paged = resolved.paged_attn
     runner = ModelRunner(
@@ -105,9 +126,16 @@ def build_engine(
         kv_bytes_per_token=bytes_per_token(model.specs, _TORCH_DTYPES[dtype]),
         num_blocks=scheduler.stats().total_blocks,
         attention=type(backend).__name__,
+        cpu_affinity=threads.pinned,
         load_seconds=time.perf_counter() - started,
     )
-    return Engine(scheduler, runner, log_throughput=config.throughput_logging), info
+    log_steps = switched_on(os.environ, "MISTRALRS_DEBUG")
+    if log_steps:
+        logger.setLevel(logging.DEBUG)  # the switch asks for lines that RUST_LOG=info would hide
+    engine = Engine(
+        scheduler, runner, log_throughput=config.throughput_logging, log_steps=log_steps
+    )
+    return engine, info
 
 
 def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.device:
@@ -159,7 +187,7 @@ def _choose_dtype(
 
 
 def _choose_cache(
-    model, config: EngineConfig, origins: dict[str, str]
+    model: CausalLM, config: EngineConfig, origins: dict[str, str]
 ) -> tuple[EngineConfig, Scheduler | DefaultScheduler, SdpaBackend | UncachedSdpaBackend]:
     """Resolve context and KV cache; returns the settings with nothing left open."""
     context = model.config.max_position_embeddings
@@ -176,6 +204,7 @@ def _choose_cache(
             paged_attn=None,
         )
         origins["prefix_cache_n"] = "off with no_kv_cache"
+        origins["max_decode_steps_before_prefill"] = "no effect with no_kv_cache"
         return resolved, DefaultScheduler(_scheduler_config(resolved)), UncachedSdpaBackend()
     paged = config.paged_attn or PagedAttentionConfig()
     if paged.cache_type is not PagedCacheType.AUTO:

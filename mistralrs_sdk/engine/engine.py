@@ -52,11 +52,17 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: EngineScheduler, runner: Runner, *, log_throughput: bool = False
+        self,
+        scheduler: EngineScheduler,
+        runner: Runner,
+        *,
+        log_throughput: bool = False,
+        log_steps: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._throughput = ThroughputLog(scheduler.stats()) if log_throughput else None
+        self._log_steps = log_steps
         self._ids = itertools.count()
         self._failed_steps = 0
 
@@ -82,9 +88,15 @@ class Engine:
         Raises:
             Exception: whatever the runner raised, when it failed three times in a row.
         """
+        started = time.perf_counter()
+        if self._throughput is not None:
+            self._throughput.before_step()
         output = self.scheduler.schedule()
+        work = _lengths(output.scheduled) if self._log_steps and output.scheduled else None
         sampled = self._run(output.scheduled)
         now = time.perf_counter()
+        if work is not None:
+            logger.debug("step: %s, %.1f ms", work, 1000 * (now - started))
         outputs = [_output(s, (), now=now) for s in output.rejected]
         for item, drawn in zip(output.scheduled, sampled, strict=True):
             if drawn is not None and drawn.error is not None:
@@ -121,6 +133,13 @@ class Engine:
             return [None] * len(scheduled)
         self._failed_steps = 0
         return sampled
+
+
+def _lengths(scheduled: Sequence[Scheduled]) -> str:
+    """What a step computes: tokens of each prompt, and how long each decoding sequence is."""
+    decodes = [len(i.sequence) for i in scheduled if i.sequence.status is Status.DECODE]
+    prompts = [i.num_tokens for i in scheduled if i.sequence.status is not Status.DECODE]
+    return f"prompt tokens {prompts}, decodes at lengths {decodes}"
 
 
 def _output(

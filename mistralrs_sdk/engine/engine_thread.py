@@ -7,11 +7,14 @@ through one `call_soon_threadsafe`.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import logging
 import queue
 import threading
+import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,6 +27,7 @@ from mistralrs_sdk.engine.request import Request, RequestOutput
 from mistralrs_sdk.errors import (
     EngineClosedError,
     EngineDeadError,
+    InferenceError,
     MistralRsError,
     RequestError,
 )
@@ -149,12 +153,13 @@ class EngineThread:
     def __init__(
         self, make_engine: Callable[[], Engine], *, max_pending: int = MAX_PENDING_REQUESTS
     ) -> None:
-        self._make_engine = make_engine
+        self._make_engine: Callable[[], Engine] | None = make_engine
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Call | _Shutdown] = queue.SimpleQueue()
         self._streams: dict[int, RequestStream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._places = anyio.Semaphore(max_pending)
         self._ended: MistralRsError | None = None
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mistralrs-engine", daemon=True)
 
     async def start(self) -> None:
@@ -165,6 +170,7 @@ class EngineThread:
         """
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[None] = self._loop.create_future()
+        _running.add(self)
         self._thread.start()
         try:
             await self._built
@@ -173,17 +179,13 @@ class EngineThread:
             raise
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
-
-    @property
-    def ended(self) -> MistralRsError | None:
-        """Why the engine no longer runs, or None while it does."""
-        return self._ended
-
-    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called: who is still loading may give up. Any thread may ask."""
+        return self._stopping.is_set()
 
     async def submit(self, request: Request) -> RequestStream:
         """Hand a request to the engine, waiting for a place if too many are pending.
@@ -193,11 +195,7 @@ class EngineThread:
             EngineClosedError: the model was closed.
             RequestError: called from another event loop than the model was built in.
         """
-        if asyncio.get_running_loop() is not self._loop:
-            raise RequestError(
-                "this model was built in another event loop: build it in the loop that uses it, "
-                "or use BlockingModel, which any thread may call"
-            )
+        self._check_usable()
         await self._places.acquire()
         if self._ended is not None:
             self._places.release()
@@ -225,8 +223,7 @@ class EngineThread:
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function(engine)` on the engine's thread, between two steps."""
-        if self._ended is not None:
-            raise _again(self._ended)
+        self._check_usable()
         future: asyncio.Future[T] = self._loop.create_future()
         self._calls.add(future)
         self._inbox.put(_Call(function, future))
@@ -237,13 +234,27 @@ class EngineThread:
 
     def stop(self) -> None:
         """Make the engine stop after its current step; open streams then fail. Any thread may."""
+        self._stopping.set()
         self._inbox.put(_Shutdown())
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread to end, at most `timeout` seconds."""
+        self._thread.join(timeout)
 
     async def aclose(self) -> None:
         """Stop the engine and wait for its thread to end."""
         self.stop()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._thread.join)
+
+    def _check_usable(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RequestError(
+                "this model was built in another event loop: build it in the loop that uses it, "
+                "or use BlockingModel, which any thread may call"
+            )
+        if self._ended is not None:
+            raise _again(self._ended)
 
     # Event loop side, called by the engine's thread
 
@@ -257,6 +268,12 @@ class EngineThread:
                 del self._streams[output.request_id]
                 self._places.release()
 
+    def _refuse(self, request_id: int, error: MistralRsError) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._places.release()
+            stream._fail(error)
+
     def _end(self, error: MistralRsError) -> None:
         self._ended = error
         for stream in self._streams.values():
@@ -269,11 +286,14 @@ class EngineThread:
     # Engine side
 
     def _run(self) -> None:
+        assert self._make_engine is not None, "a thread runs once"
         try:
             engine = self._make_engine()
         except BaseException as error:
             self._post(_resolve, self._built, None, error)
             return
+        finally:
+            self._make_engine = None  # it holds the checkpoint
         self._post(_resolve, self._built)
         end: MistralRsError
         try:
@@ -283,19 +303,19 @@ class EngineThread:
             logger.critical("the engine stopped", exc_info=error)
             end = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
             end.__cause__ = error
+            # The error is kept, and its frames (this one too) would keep the model and its cache.
+            traceback.clear_frames(error.__traceback__)
+        del engine
         self._post(self._end, end)
 
     def _serve(self, engine: Engine) -> None:
         while True:
-            try:
-                command = self._inbox.get(block=not engine.has_work)
-            except queue.Empty:
-                if outputs := engine.step():
-                    self._post(self._dispatch, outputs)
-                continue
-            match command:
+            match self._next_command(block=not engine.has_work):
+                case None:
+                    if outputs := engine.step():
+                        self._post(self._dispatch, outputs)
                 case _Add(request):
-                    engine.add(request)
+                    self._add(engine, request)
                 case _Abort(request_id, choice):
                     if outputs := engine.abort(request_id, choice):
                         self._post(self._dispatch, outputs)
@@ -307,12 +327,40 @@ class EngineThread:
                 case _Shutdown():
                     return
 
+    def _next_command(self, *, block: bool) -> _Add | _Abort | _Call | _Shutdown | None:
+        try:
+            return self._inbox.get(block=block)
+        except queue.Empty:
+            return None
+
+    def _add(self, engine: Engine, request: Request) -> None:
+        try:
+            engine.add(request)
+        except Exception as error:
+            logger.exception("request %d cannot be queued", request.id)
+            refusal = InferenceError(f"the request failed: {type(error).__name__}: {error}")
+            self._post(self._refuse, request.id, refusal)
+
     def _post(self, callback: Callable[..., None], *args: Any) -> None:
         """Run `callback` on the event loop; a loop that was closed means shutdown."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             self._inbox.put(_Shutdown())
+
+
+_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+EXIT_TIMEOUT_S = 30.0
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop every engine before the interpreter goes: a thread inside torch would abort it."""
+    threads = [thread for thread in _running if thread.is_alive]
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join(EXIT_TIMEOUT_S)
 
 
 def _resolve(

@@ -85,8 +85,7 @@ def check_is_language_model(metadata: GgufMetadata) -> str:
     if name not in _FAMILIES:
         raise UnsupportedError(
             f"{metadata.source}: GGUF architecture {name!r} is not supported; "
-            f"supported: {', '.join(_FAMILIES)}. "
-            f"A safetensors copy of the model may load: other architectures run from those"
+            f"supported: {', '.join(_FAMILIES)}"
         )
     num_experts = metadata.integer(f"{name}.expert_count")
     if num_experts:

@@ -122,20 +122,17 @@ def _download(source: ModelSource, progress: Progress | None) -> Path:
             f"{absent} and no model on the hub (or it is private and the token may not read it): "
             "check the name, or pass with_token_source(...)"
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+    except Exception as error:  # of huggingface_hub, its HTTP library, its transfer library, the OS
+        absent += ", it is not (or not completely) in the cache, and"
         if huggingface_hub.is_offline_mode():
             raise ModelLoadError(
-                f"{absent}, it is not (or not completely) in the cache, and HF_HUB_OFFLINE is set: "
-                f"run `hf download {repo}` where there is a network, or unset it"
+                f"{absent} HF_HUB_OFFLINE is set: run `hf download {repo}` where there is a "
+                "network, or unset it"
             ) from error
         raise ModelLoadError(
-            f"{absent}, and getting {where} from the hub failed ({error}): check the network"
-        ) from error
-    except Exception as error:  # of huggingface_hub, its HTTP library, its transfer library, the OS
-        raise ModelLoadError(
-            f"{absent}, it is not (or not completely) in the cache, and getting {where} from the "
-            f"hub failed ({type(error).__name__}: {error}): check the network and the disk, "
-            f"then build again or run `hf download {repo}`; both resume"
+            f"{absent} getting {where} from the hub failed ({type(error).__name__}: {error}): "
+            f"check the network and the disk, then build again or run `hf download {repo}`; "
+            "both resume"
         ) from error
 
 
@@ -145,7 +142,8 @@ def _fetch(source: ModelSource, progress: Progress | None) -> Path:
 
     repo, revision = source.model_id, source.revision or "main"
     token = source.token_source.resolve()
-    http_error = errors.HfHubHTTPError.__bases__[0]  # of httpx, or of the library in its place
+    # what every error of the HTTP library derives from, whichever library it is
+    http_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
 
     def snapshot(source: ModelSource, *, cached: bool) -> Path:
         folder = huggingface_hub.snapshot_download(

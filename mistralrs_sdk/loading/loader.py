@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
@@ -24,6 +24,7 @@ from mistralrs_sdk.loading.tokenizer import load_tokenizer, with_tokenizer
 from mistralrs_sdk.machine import available_memory, physical_memory
 from mistralrs_sdk.models import build_model, read_config
 from mistralrs_sdk.models.config import ModelConfig
+from mistralrs_sdk.models.decoder import CausalLM
 
 logger = logging.getLogger("mistralrs_sdk.loading")
 
@@ -63,7 +64,7 @@ def _choose_template(tokenizer: TokenizerFiles, source: ModelSource) -> Tokenize
     text = source.chat_template
     if text is None:
         return tokenizer
-    if not text.endswith((".json", ".jinja")):
+    if "{" in text:  # a template without braces would ignore the messages
         return _with_template(tokenizer, text, "with_chat_template")
     path = Path(text).expanduser()
     if path.suffix == ".json":
@@ -92,12 +93,15 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-) -> nn.Module:
+    cancelled: Callable[[], bool] = lambda: False,
+) -> CausalLM:
     """Build the model of `checkpoint` and read its weights, in `dtype`, onto `device`.
 
+    `cancelled` is asked before each tensor.
+
     Raises:
-        ModelLoadError: tensors are missing, left over or misshapen (the message names them), or
-            the weights do not fit into the memory that is free.
+        ModelLoadError: tensors are missing, left over or misshapen (the message names them), the
+            weights do not fit into the memory that is free, or loading was cancelled.
         UnsupportedError: the architecture, or a value in its config, is not supported.
     """
     config = _settle_head(read_config(checkpoint.config), checkpoint.tensors)
@@ -116,9 +120,12 @@ def load_model(
     )
     if needed > free:
         raise ModelLoadError(too_large)
+    short = Path(checkpoint.name).name or checkpoint.name  # a bar is as long as a line
     try:
-        with progress_of(progress, f"loading {checkpoint.name}", total=total) as advance:
+        with progress_of(progress, f"loading {short}", total=total) as advance:
             for name, sources in parts.items():
+                if cancelled():
+                    raise ModelLoadError(f"loading {checkpoint.name} was cancelled")
                 value = _read_parameter(
                     [checkpoint.tensors[part] for part in sources], dtype=dtype, device=device
                 )
@@ -148,7 +155,7 @@ def _settle_head(config: ModelConfig, tensors: Mapping[str, TensorSource]) -> Mo
         return attrs.evolve(config, tie_word_embeddings=True)
     if config.tie_word_embeddings and _HEAD in tensors:
         head, embedding = tensors[_HEAD], tensors[_EMBEDDING]
-        if head.shape != embedding.shape or not torch.equal(head.load(), embedding.load()):
+        if not torch.equal(head.load(), embedding.load()):
             logger.warning(
                 "the config ties the head but %s differs: the file's head is used", _HEAD
             )
@@ -156,9 +163,9 @@ def _settle_head(config: ModelConfig, tensors: Mapping[str, TensorSource]) -> Mo
     return config
 
 
-def _parts_of_parameters(model: nn.Module) -> dict[str, list[str]]:
+def _parts_of_parameters(model: CausalLM) -> dict[str, list[str]]:
     """Map each parameter to the checkpoint tensors it is put together from."""
-    packed: Mapping[str, tuple[str, ...]] = model.packed_modules  # pyright: ignore
+    packed = model.packed_modules
     result = {}
     for name, _ in model.named_parameters():
         module, _, leaf = name.rpartition(".")

@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tqdm import tqdm
 
@@ -54,7 +55,7 @@ def progress_of(
         yield advance
 
 
-def download_bar(progress: Progress | None) -> type[tqdm]:
+def download_bar(progress: Progress | None) -> type[Any]:
     """Return the bar class huggingface_hub shall draw with.
 
     With a callback its bars are not drawn: what they would show is reported.

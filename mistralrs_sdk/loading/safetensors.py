@@ -72,7 +72,7 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ModelLoadError(f"{index} has no weight_map: download it again")
     names = set()
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not name or Path(name).name != name:
             raise ModelLoadError(
                 f"{index} places {tensor!r} in {name!r}, which is no file name in that folder"
             )

@@ -41,7 +41,12 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         ModelLoadError: a required key is missing or has no sensible value.
         UnsupportedError: the architecture, or a value that changes the arithmetic, is not there.
     """
-    return _family(_architecture(hf)).read_config(hf)
+    try:
+        return _family(_architecture(hf)).read_config(hf)
+    except (TypeError, AttributeError, ValueError) as error:  # a file may hold anything
+        raise ModelLoadError(
+            f"the model's config holds a value of the wrong type: {error}"
+        ) from error
 
 
 def build_model(config: ModelConfig) -> CausalLM:
@@ -51,12 +56,12 @@ def build_model(config: ModelConfig) -> CausalLM:
 
 def _architecture(hf: Mapping[str, Any]) -> str:
     names = hf.get("architectures")
-    if names:
-        return names[0]
+    if isinstance(names, list) and names:
+        return str(names[0])
     kind = hf.get("model_type")
     if kind is None:
         raise ModelLoadError("the model's config has neither architectures nor model_type")
-    return _MODEL_TYPES.get(kind, str(kind))
+    return _MODEL_TYPES.get(str(kind), str(kind))
 
 
 def _family(architecture: str) -> Any:
