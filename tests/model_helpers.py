@@ -86,3 +86,9 @@ async def assert_idle(model: Model) -> None:
                 break
             await asyncio.sleep(0.002)
     assert stats.used_blocks == 0
+
+
+def resident_bytes() -> int:
+    """Memory this process really holds."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096

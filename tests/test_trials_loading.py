@@ -37,10 +37,10 @@ from tests.model_helpers import (
     expected,
     greedy,
     prompt,
+    resident_bytes,
     tiny_builder,
     tiny_folder,
 )
-from tests.test_model_lifecycle import resident_bytes
 from tests.tiny_models import hf_greedy, hf_logits, tiny_checkpoint
 
 ALPHABET = "Here is the English alphabet: ABC"
@@ -284,7 +284,6 @@ async def test_building_the_real_model_again_and_again_leaves_memory_flat(demo_m
         gc.collect()
         sizes.append(resident_bytes())
         counts.append(threading.active_count())
-    print("SIZES", [s >> 20 for s in sizes], counts)
     # now and then the allocator gives a buffer back one cycle late
     assert min(sizes[-3:]) < 1.05 * max(sizes[:3])
     assert counts[-1] <= counts[2]
