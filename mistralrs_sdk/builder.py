@@ -97,6 +97,14 @@ class ModelBuilder:
             "with_max_decode_steps_before_prefill", max_decode_steps_before_prefill=steps
         )
 
+    def with_mixed_batches(self, mixed: bool) -> Self:
+        """Let running decodes ride along in prefill steps (True, the default), or wait."""
+        return self._configure("with_mixed_batches", mixed_batches=mixed)
+
+    def with_max_queue(self, max_queue: int | None) -> Self:
+        """Refuse requests with `QueueFullError` while this many wait. Default None: no limit."""
+        return self._configure("with_max_queue", max_queue=max_queue)
+
     # What is kept between steps and requests
 
     def with_prefix_cache_n(self, n: int | None) -> Self:
@@ -111,10 +119,11 @@ class ModelBuilder:
         """Keep no keys and values at all: slow, and without prefix cache and paging."""
         return self._configure("with_no_kv_cache", no_kv_cache=True)
 
-    def with_paged_attn(self, config: PagedAttentionConfig) -> Self:
-        """Shape the pool of KV blocks; see `PagedAttentionMetaBuilder`.
+    def with_paged_attn(self, config: PagedAttentionConfig | None) -> Self:
+        """Shape the pool of KV blocks (see `PagedAttentionMetaBuilder`), or None: do not page.
 
-        Paging is on by default, with an automatically sized pool.
+        Paging is on by default, with an automatically sized pool. Without it each sequence has a
+        cache of its own, and sequences of equal length run together.
         """
         return self._configure("with_paged_attn", paged_attn=config)
 

@@ -310,8 +310,12 @@ class EngineConfig:
     """Prefixes kept for reuse; None (or 0) keeps none."""
     no_kv_cache: bool = False
     """Compute every token's keys and values again each step; no prefix cache, no paging."""
-    paged_attn: PagedAttentionConfig | None = None
-    """None: paging, with a pool sized automatically."""
+    paged_attn: PagedAttentionConfig | Literal["auto"] | None = "auto"
+    """The paged KV cache; "auto" pages with a pool sized by the machine, None does not page."""
+    mixed_batches: bool = True
+    """Whether running decodes ride along in prefill steps."""
+    max_queue: int | None = None
+    """Most requests waiting for a place among the running; None: no limit, senders wait."""
     max_model_len: int | None = None
     """Longest prompt plus completion, in tokens; None for what the model was made for."""
     dtype: ModelDType = attrs.field(default=ModelDType.AUTO, converter=_choice("dtype", ModelDType))
@@ -348,9 +352,13 @@ class EngineConfig:
                 f'device ({self.device!r}) must be "cpu", "cuda", "cuda:N" or "mps"; '
                 "leave it unset for the best one"
             )
-        if self.paged_attn is not None and not isinstance(self.paged_attn, PagedAttentionConfig):
+        _require_bool("mixed_batches", self.mixed_batches)
+        if self.max_queue is not None:
+            _require_int("max_queue", self.max_queue, minimum=0)
+        paged = self.paged_attn
+        if paged not in (None, "auto") and not isinstance(paged, PagedAttentionConfig):
             raise ConfigError(
-                f"paged_attn ({self.paged_attn!r}) must be a PagedAttentionConfig: "
+                f"paged_attn ({paged!r}) must be a PagedAttentionConfig or None: "
                 "end the PagedAttentionMetaBuilder chain with .build()"
             )
         self._refuse_contradictions()
@@ -362,7 +370,7 @@ class EngineConfig:
                 f"max_num_seqs ({self.max_num_seqs}): each running sequence needs one token a "
                 "step; set max_num_seqs lower, or max_num_batched_tokens higher, before this"
             )
-        if self.paged_attn is None:
+        if not isinstance(self.paged_attn, PagedAttentionConfig):
             return
         if self.no_kv_cache:
             raise ConfigError(

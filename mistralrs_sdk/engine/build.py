@@ -206,7 +206,7 @@ def _choose_cache(
         origins["prefix_cache_n"] = "off with no_kv_cache"
         origins["max_decode_steps_before_prefill"] = "no effect with no_kv_cache"
         return resolved, DefaultScheduler(_scheduler_config(resolved)), UncachedSdpaBackend()
-    paged = config.paged_attn or PagedAttentionConfig()
+    paged = PagedAttentionConfig() if config.paged_attn == "auto" else config.paged_attn
     if paged.cache_type is not PagedCacheType.AUTO:
         raise UnsupportedError(
             f"cache_type ({paged.cache_type.value}) needs the FlashInfer backend on a CUDA device; "
@@ -259,6 +259,7 @@ def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
         max_decode_steps_before_prefill=config.max_decode_steps_before_prefill,
         max_model_len=config.max_model_len,
         prefix_caching=config.prefix_cache_n is not None,
+        mixed_batches=config.mixed_batches,
     )
 
 
