@@ -55,18 +55,25 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from mistralrs_sdk.model import Model
+    from mistralrs_sdk.plan import MemoryPlan
+    from mistralrs_sdk.runner import Runner
+    from mistralrs_sdk.runner_requests import ChatCompletionRequest, CompletionRequest
     from mistralrs_sdk.sampling_params import (
         DrySamplingParams,
         SamplingParams,
         StopTokens,
     )
+    from mistralrs_sdk.which import Architecture, Which
 
 _HOME = {
+    "Architecture": "which",
     "BlockingModel": "blocking",
     "ChatCompletionChunkResponse": "chat.responses",
+    "ChatCompletionRequest": "runner_requests",
     "ChatCompletionResponse": "chat.responses",
     "Choice": "chat.responses",
     "ChunkChoice": "chat.responses",
+    "CompletionRequest": "runner_requests",
     "ConfigError": "errors",
     "Delta": "chat.responses",
     "DrySamplingParams": "sampling_params",
@@ -77,6 +84,7 @@ _HOME = {
     "InferenceError": "errors",
     "Logprobs": "chat.responses",
     "MemoryGpuConfig": "config",
+    "MemoryPlan": "plan",
     "MistralRsError": "errors",
     "Model": "model",
     "ModelBuilder": "builder",
@@ -90,6 +98,7 @@ _HOME = {
     "RequestError": "errors",
     "ResponseLogprob": "chat.responses",
     "ResponseMessage": "chat.responses",
+    "Runner": "runner",
     "SamplingParams": "sampling_params",
     "StopTokens": "sampling_params",
     "TextMessageRole": "chat.messages",
@@ -98,14 +107,18 @@ _HOME = {
     "TopLogprob": "chat.responses",
     "UnsupportedError": "errors",
     "Usage": "chat.responses",
+    "Which": "which",
 }
 
 __all__ = [
+    "Architecture",
     "BlockingModel",
     "ChatCompletionChunkResponse",
+    "ChatCompletionRequest",
     "ChatCompletionResponse",
     "Choice",
     "ChunkChoice",
+    "CompletionRequest",
     "ConfigError",
     "Delta",
     "DrySamplingParams",
@@ -116,6 +129,7 @@ __all__ = [
     "InferenceError",
     "Logprobs",
     "MemoryGpuConfig",
+    "MemoryPlan",
     "MistralRsError",
     "Model",
     "ModelBuilder",
@@ -129,6 +143,7 @@ __all__ = [
     "RequestError",
     "ResponseLogprob",
     "ResponseMessage",
+    "Runner",
     "SamplingParams",
     "StopTokens",
     "TextMessageRole",
@@ -137,6 +152,7 @@ __all__ = [
     "TopLogprob",
     "UnsupportedError",
     "Usage",
+    "Which",
     "__version__",
 ]
 

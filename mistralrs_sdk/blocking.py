@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from mistralrs_sdk.chat.responses import ChatCompletionChunkResponse, ChatCompletionResponse
+from mistralrs_sdk.chat.responses import (
+    ChatCompletionChunkResponse,
+    ChatCompletionResponse,
+    CompletionResponse,
+)
 from mistralrs_sdk.errors import EngineClosedError
 from mistralrs_sdk.model import Model, RequestLike
+from mistralrs_sdk.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mistralrs_sdk.builder import ModelBuilder
@@ -72,13 +77,27 @@ class BlockingModel:
         finally:
             self._loop.start(stream.aclose())  # not waited for: the interpreter may be ending
 
-    def tokenize(self, text: RequestLike) -> list[int]:
-        """Return the ids of a raw text, or of messages as the chat template renders them."""
-        return self._loop.run(self._model.tokenize(text))
+    def send_completion_request(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+    ) -> CompletionResponse:
+        """Continue a raw prompt (text or token ids), greedily unless `sampling` says otherwise.
 
-    def detokenize(self, ids: list[int]) -> str:
+        Raises:
+            RequestError, InferenceError, EngineDeadError, EngineClosedError: as `Model`.
+        """
+        return self._loop.run(self._model.send_completion_request(prompt, sampling))
+
+    def tokenize(self, text: RequestLike, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a raw text, or of messages as the chat template renders them."""
+        return self._loop.run(self._model.tokenize(text, add_special_tokens=add_special_tokens))
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        return self._loop.run(self._model.detokenize(ids))
+        return self._loop.run(self._model.detokenize(ids, skip_special_tokens=skip_special_tokens))
+
+    def max_sequence_length(self) -> int:
+        """Return the longest prompt plus completion, in tokens."""
+        return self._model.max_sequence_length()
 
     def describe(self) -> str:
         """Return every resolved setting and where it came from."""

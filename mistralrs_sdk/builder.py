@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 from collections.abc import Iterable
@@ -23,9 +25,11 @@ from mistralrs_sdk.errors import ConfigError
 
 if TYPE_CHECKING:
     from mistralrs_sdk.model import Model
+    from mistralrs_sdk.plan import MemoryPlan
 
 _PathLike = str | os.PathLike[str]
 _WITHOUT_ARGUMENT = ("with_force_cpu", "with_no_kv_cache", "with_throughput_logging")
+_NONE_IS_A_VALUE = ("with_max_queue", "with_paged_attn", "with_prefix_cache_n")
 _LEVELS = {
     "trace": logging.DEBUG,
     "debug": logging.DEBUG,
@@ -72,6 +76,29 @@ class ModelBuilder:
         if self.logs_to_stderr or self.config.throughput_logging:
             configure_logging()
         return await Model.build(self)
+
+    async def plan(self) -> MemoryPlan:
+        """Work out what `build()` would take in memory, without reading the weights.
+
+        Opens headers and small files. A hub id is fetched into the cache as by `build()`, weights
+        included: their headers are part of them.
+
+        Raises:
+            ConfigError, ModelLoadError, UnsupportedError: as `build()`, also for sizes that do
+                not fit.
+        """
+        import anyio.to_thread
+
+        from mistralrs_sdk.engine.build import plan_source
+
+        loop, progress = asyncio.get_running_loop(), self.progress
+
+        def report(what: str, done: int, total: int) -> None:
+            loop.call_soon_threadsafe(progress, what, done, total)  # type: ignore[arg-type]
+
+        shown = report if callable(progress) else progress
+        work = functools.partial(plan_source, self.source, self.config, progress=shown)
+        return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
 
     # How requests share the engine
 
@@ -355,7 +382,7 @@ def _model_id(model_id: Any) -> str:
 def _evolve(settings: Any, method: str, setting: dict[str, Any]) -> Any:
     """A copy of `settings` with one changed; an error names the method that asked for it."""
     (value,) = setting.values()
-    if value is None and method != "with_prefix_cache_n":
+    if value is None and method not in _NONE_IS_A_VALUE:
         raise ConfigError(f"{method}(None): needs a value; leave the call out for the default")
     try:
         return attrs.evolve(settings, **setting)

@@ -21,6 +21,12 @@ BLOCK_SIZES = (8, 16, 32)
 MAX_SEED = 2**64 - 1
 MAX_THREADS = 1024
 
+_MEMORY_KINDS = {
+    "mb": "MbAmount",
+    "best_effort": "BestEffortMbAmount",
+    "utilization": "Utilization",
+    "context": "ContextSize",
+}
 _TokenKind = Literal["literal", "env", "path", "cache", "none"]
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
 _HUB_TOKEN_VARIABLE = "HUGGING_FACE_HUB_TOKEN"
@@ -30,6 +36,7 @@ class ModelDType(enum.StrEnum):
     """Number type of weights and activations. AUTO lets the device decide."""
 
     AUTO = "auto"
+    Auto = AUTO  # mistral.rs' name
     BF16 = "bf16"
     F16 = "f16"
     F32 = "f32"
@@ -39,6 +46,7 @@ class PagedCacheType(enum.StrEnum):
     """Number type of cached keys and values. AUTO is the type of the activations."""
 
     AUTO = "auto"
+    Auto = AUTO  # mistral.rs' name
     F8E4M3 = "f8e4m3"
 
 
@@ -75,17 +83,26 @@ def _require_bool(name: str, value: Any) -> None:
         raise ConfigError(f"{name} ({value!r}) must be True or False")
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class MemoryGpuConfig:
     """How much memory the KV cache gets, on a GPU or in RAM; made by a class method."""
 
-    kind: Literal["mb", "utilization", "context"]
+    kind: Literal["mb", "best_effort", "utilization", "context"]
     amount: float
+    minimum: int | None = None
+    """For BestEffortMbAmount: the MiB below which loading fails."""
 
     @classmethod
     def MbAmount(cls, mb: int) -> MemoryGpuConfig:  # noqa: N802 (mistral.rs' name)
-        """That many MiB."""
+        """That many MiB; loading fails if they are not free."""
         return cls("mb", mb)
+
+    @classmethod
+    def BestEffortMbAmount(  # noqa: N802 (mistral.rs' name)
+        cls, target_mb: int, min_mb: int | None = None
+    ) -> MemoryGpuConfig:
+        """That many MiB or what is safely free; below `min_mb`, if given, loading fails."""
+        return cls("best_effort", target_mb, min_mb)
 
     @classmethod
     def Utilization(cls, fraction: float) -> MemoryGpuConfig:  # noqa: N802 (mistral.rs' name)
@@ -98,21 +115,37 @@ class MemoryGpuConfig:
         return cls("context", tokens)
 
     def __attrs_post_init__(self) -> None:
-        if self.kind == "mb":
-            _require_int("MbAmount", self.amount, minimum=1)
-        elif self.kind == "context":
-            _require_int("ContextSize", self.amount, minimum=1)
-        elif self.kind == "utilization":
+        if self.kind not in _MEMORY_KINDS:
+            raise ConfigError(
+                f"MemoryGpuConfig kind ({self.kind!r}) is unknown: use MbAmount(n), "
+                "BestEffortMbAmount(n), Utilization(f) or ContextSize(tokens)"
+            )
+        name = _MEMORY_KINDS[self.kind]
+        if self.kind == "utilization":
             fraction = self.amount
             if isinstance(fraction, bool) or not isinstance(fraction, int | float):
-                raise ConfigError(f"Utilization ({fraction!r}) must be a number above 0, at most 1")
+                raise ConfigError(f"{name} ({fraction!r}) must be a number above 0, at most 1")
             if not 0 < fraction <= 1:
-                raise ConfigError(f"Utilization ({fraction}) must be above 0 and at most 1")
+                raise ConfigError(f"{name} ({fraction}) must be above 0 and at most 1")
         else:
+            _require_int(name, self.amount, minimum=1)
+        if self.minimum is None:
+            return
+        if self.kind != "best_effort":
+            raise ConfigError(f"{name} takes no minimum ({self.minimum!r}): use BestEffortMbAmount")
+        _require_int("BestEffortMbAmount min_mb", self.minimum, minimum=1)
+        if self.minimum > self.amount:
             raise ConfigError(
-                f"MemoryGpuConfig kind ({self.kind!r}) is unknown: "
-                "use MbAmount(n), Utilization(f) or ContextSize(tokens)"
+                f"BestEffortMbAmount min_mb ({self.minimum}) must be at most target_mb "
+                f"({self.amount})"
             )
+
+    def __str__(self) -> str:
+        least = "" if self.minimum is None else f", min_mb={self.minimum}"
+        return f"{_MEMORY_KINDS[self.kind]}({self.amount}{least})"
+
+    def __repr__(self) -> str:
+        return f"MemoryGpuConfig.{self}"
 
 
 @attrs.frozen(kw_only=True)

@@ -53,9 +53,14 @@ def _setting_rows(info: EngineInfo) -> Iterator[tuple[str, str, str]]:
         yield "cpu affinity", format_cpulist(info.cpu_affinity), info.origins["cpu_affinity"]
     yield "attention", info.attention, "automatic"
     paged = info.config.paged_attn
-    if paged is None:
+    if info.config.no_kv_cache:
         yield "KV cache", "none", "user"
         return
+    if paged is None:
+        yield "KV cache", "dense, per sequence, grown by 512 tokens", "user"
+        yield "KV per token", f"{info.kv_bytes_per_token} bytes", "model"
+        return
+    assert paged != "auto", "resolved at build"
     tokens = info.num_blocks * paged.block_size
     size = tokens * info.kv_bytes_per_token
     shape = f"{info.num_blocks} blocks of {paged.block_size} = {tokens} tokens, {_mib(size)}"

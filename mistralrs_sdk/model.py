@@ -26,6 +26,7 @@ from mistralrs_sdk.description import describe
 from mistralrs_sdk.engine.build import EngineInfo, build_engine
 from mistralrs_sdk.engine.engine import Engine
 from mistralrs_sdk.engine.engine_thread import EngineThread
+from mistralrs_sdk.engine.metrics import EngineMetrics
 from mistralrs_sdk.engine.request import Request
 from mistralrs_sdk.engine.scheduler import SchedulerStats
 from mistralrs_sdk.errors import RequestError
@@ -86,7 +87,9 @@ class Model:
             built.append(info)
             return engine
 
-        thread = EngineThread(make_engine)
+        config = builder.config
+        max_open = None if config.max_queue is None else config.max_num_seqs + config.max_queue
+        thread = EngineThread(make_engine, max_open=max_open)
         await thread.start()
         # The weights are read: what maps their files may go.
         return cls(thread, built[0], attrs.evolve(checkpoint, tensors={}), encoder)
@@ -131,9 +134,7 @@ class Model:
         )
         prompt_ids = await _off_loop_if(self._is_slow_to_encode(asked), encode)
         sampling = asked.sampling_params
-        number, generation = await self._generate(
-            prompt_ids, sampling, truncate=asked.truncate_sequence
-        )
+        number, generation = await self._generate(prompt_ids, asked)
         return ChatStream(
             generation,
             id=f"chatcmpl-{number}",
@@ -156,7 +157,8 @@ class Model:
             prompt_ids = await _off_loop_if(len(prompt) > LONG_TEXT, encode)
         else:
             prompt_ids = self._check_ids(prompt)
-        number, generation = await self._generate(prompt_ids, sampling, truncate=False)
+        asked = RequestBuilder().set_sampling(sampling)
+        number, generation = await self._generate(prompt_ids, asked)
         async with ChatStream(
             generation,
             id=f"cmpl-{number}",
@@ -273,6 +275,14 @@ class Model:
         """
         return await self._thread.call(lambda engine: engine.scheduler.stats())
 
+    async def metrics(self) -> EngineMetrics:
+        """Return what the engine holds now and has done so far, with latency histograms.
+
+        Raises:
+            EngineDeadError, EngineClosedError: there is no engine any more.
+        """
+        return await self._thread.call(Engine.metrics)
+
     async def clear_prefix_cache(self) -> None:
         """Forget all cached prefixes.
 
@@ -309,14 +319,15 @@ class Model:
     # Inside
 
     async def _generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, truncate: bool
+        self, prompt_ids: Sequence[int], asked: RequestBuilder
     ) -> tuple[int, Generation]:
         """Check the request against the model, then hand it to the engine."""
+        sampling = asked.sampling_params
         sampling.check_vocabulary(self._info.vocab_size)
         if prompt_ids and max(prompt_ids) >= self._info.vocab_size:  # a tokenizer may know more
             self._check_ids(prompt_ids)
         limit = self._info.max_model_len
-        if truncate and len(prompt_ids) >= limit:
+        if asked.truncate_sequence and len(prompt_ids) >= limit:
             room = limit - min(sampling.max_len or 1, limit - 1)
             prompt_ids = self._encoder.keep_end(prompt_ids, room)
         if not prompt_ids:
@@ -338,6 +349,10 @@ class Model:
             max_tokens=min(sampling.max_len or room, room),
             stop_ids=eos | frozenset(stop.ids if stop else ()),
             seed=self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed,
+            priority=asked.priority,
+            deadline=None if asked.deadline is None else time.perf_counter() + asked.deadline,
+            cache_salt=asked.cache_salt,
+            use_prefix_cache=asked.prefix_cache,
             dry_breakers=self._breaker_ids(resolved),
         )
         stream = await self._thread.submit(request)

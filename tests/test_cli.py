@@ -47,8 +47,13 @@ class FakeModel:
     requests: list = attrs.field(factory=list)
     left_early: int = 0
     closed: bool = False
+    logs: bool = False
 
     async def build(self):
+        return self
+
+    def with_logging(self):
+        self.logs = True
         return self
 
     def with_progress(self, progress):
@@ -88,6 +93,8 @@ def fake(monkeypatch):
     """A model that says "Paris." in two chunks, in place of the one the flags describe."""
     model = FakeModel([chunk("Par"), chunk(None), chunk("is.", USAGE)])
     monkeypatch.setattr(run, "builder_from", lambda args: model)
+    for name in ("RUST_LOG", "MISTRALRS_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
     return model
 
 
@@ -122,6 +129,14 @@ def test_no_flag_sets_nothing_but_one_sequence():
         ),
         ("--prefix-cache-n 0", lambda b: b.with_prefix_cache_n(0)),
         ("--no-kv-cache", lambda b: b.with_no_kv_cache()),
+        ("--no-mixed-batches", lambda b: b.with_mixed_batches(False)),
+        ("--mixed-batches", lambda b: b),
+        ("--max-queue 0", lambda b: b.with_max_queue(0)),
+        ("--throughput-logging", lambda b: b.with_throughput_logging()),
+        ("--paged-attn auto", lambda b: b),
+        ("--paged-attn on", lambda b: b.with_paged_attn(PagedAttentionMetaBuilder().build())),
+        ("--paged-attn off", lambda b: b.with_paged_attn(None)),
+        ("--paged-attn off --no-kv-cache", lambda b: b.with_paged_attn(None).with_no_kv_cache()),
         ("--dtype bf16", lambda b: b.with_dtype("bf16")),
         ("--cpu", lambda b: b.with_force_cpu()),
         ("--max-model-len 99", lambda b: b.with_max_model_len(99)),
@@ -163,6 +178,32 @@ def test_paged_flags_describe_the_pool(flags, memory):
     expected = PagedAttentionMetaBuilder().with_block_size(16).with_gpu_memory(memory).build()
 
     assert builder_from(parse(*flags.split())).config.paged_attn == expected
+
+
+def test_paging_asked_for_keeps_the_shape_of_the_pool():
+    """--paged-attn on with a size is that size."""
+    config = builder_from(parse("--paged-attn", "on", "--pa-memory-mb", "64")).config
+
+    assert config.paged_attn.gpu_memory == MemoryGpuConfig.MbAmount(64)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--paged-attn off --pa-block-size 16",
+        "--paged-attn off --pa-memory-mb 64",
+        "--paged-attn off --pa-cache-type auto",
+        "--no-kv-cache --paged-attn on",
+        "--no-kv-cache --pa-context-len 4096",
+    ],
+)
+def test_contradicting_flags_are_named(flags, capsys):
+    """Without paging, or without a cache, there is no pool to shape: an error naming both flags."""
+    assert main(["run", "-m", "x", "-i", "Hi", *flags.split()]) == 1
+
+    err = capsys.readouterr().err
+    for flag in (word for word in flags.split() if word.startswith("--")):
+        assert flag in err
 
 
 def test_two_pool_sizes_are_a_usage_error(capsys):
@@ -215,6 +256,38 @@ def test_quiet_prints_the_answer_alone(fake, capsys):
     main(["run", "-m", "x", "-i", "Capital?", "--quiet"])
 
     assert capsys.readouterr() == ("Paris.\n", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "logs"),
+    [
+        ([], {}, False),
+        (["-v"], {}, True),
+        (["--verbose"], {}, True),
+        ([], {"RUST_LOG": "debug"}, True),
+        ([], {"RUST_LOG": " "}, False),
+        ([], {"MISTRALRS_DEBUG": "1"}, True),
+        ([], {"MISTRALRS_DEBUG": "off"}, False),
+        (["-q"], {"RUST_LOG": "debug"}, False),
+    ],
+)
+def test_the_log_is_shown_when_asked_for(flags, environment, logs, fake, monkeypatch):
+    """By -v or by the variables of the log; --quiet keeps stderr empty."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    main(["run", "-m", "x", "-i", "Hi", *flags])
+
+    assert fake.logs is logs
+
+
+def test_verbose_and_quiet_exclude_each_other(fake, capsys):
+    """Nothing but answers, and the log too: a usage error."""
+    with pytest.raises(SystemExit) as left:
+        main(["run", "-m", "x", "-i", "Hi", "-q", "-v"])
+
+    assert left.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_one_answer_is_greedy_unless_a_sampling_flag_is_set(fake):

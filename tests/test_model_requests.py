@@ -8,6 +8,8 @@ import pytest
 
 from mistralrs_sdk import (
     DrySamplingParams,
+    InferenceError,
+    QueueFullError,
     RequestBuilder,
     RequestError,
     SamplingParams,
@@ -333,3 +335,81 @@ async def test_repetition_penalty_sees_the_prompt_and_presence_penalty_does_not(
     ):
         response = await model.send_completion_request(ids, greedy(1, **penalties))
         assert (chosen(response) == chosen(plain)) is same
+
+
+async def test_a_request_behind_its_deadline_fails_with_what_there_is():
+    """InferenceError names the deadline; the partial answer is kept; others go on."""
+    async with await tiny_builder().build() as model:
+        other = asyncio.create_task(continue_ids(model, prompt(9), 48))
+        with pytest.raises(InferenceError, match="deadline") as caught:
+            await model.send_chat_request(endless().with_deadline(0.05))
+        assert caught.value.partial_response.usage.completion_tokens > 0
+        assert await other == expected("llama", tuple(prompt(9)), 48)
+        await assert_idle(model)
+
+
+async def test_a_deadline_also_ends_a_request_that_still_waits():
+    """max_num_seqs 1: who waits longer than its deadline never runs."""
+    async with await tiny_builder().with_max_num_seqs(1).build() as model:
+        running = await model.stream_chat_request(endless())
+        await anext(running)
+        with pytest.raises(InferenceError, match="deadline") as caught:
+            await model.send_chat_request(endless().with_deadline(0.03))
+        assert caught.value.partial_response.usage.completion_tokens == 0
+        await running.aclose()
+        await assert_idle(model)
+
+
+async def test_a_smaller_priority_is_admitted_first():
+    """Within one priority first come first served."""
+    async with await tiny_builder().with_max_num_seqs(1).build() as model:
+        first = await model.stream_chat_request(endless())
+        await anext(first)
+        order = []
+
+        async def ask(name: str, priority: int) -> None:
+            request = endless(name).with_priority(priority).set_sampler_max_len(2)
+            await model.send_chat_request(request)
+            order.append(name)
+
+        tasks = []
+        for name, priority in (("late", 1), ("a", 0), ("b", 0), ("urgent", -1)):
+            tasks.append(asyncio.create_task(ask(name, priority)))
+            await asyncio.sleep(0.005)
+        await first.aclose()
+        await asyncio.gather(*tasks)
+        assert order == ["urgent", "a", "b", "late"]
+
+
+async def test_a_full_queue_refuses_at_once():
+    """max_num_seqs 1 and max_queue 2: the fourth request gets QueueFullError, the others run."""
+    builder = tiny_builder().with_max_num_seqs(1).with_max_queue(2)
+    async with await builder.build() as model:
+        request = endless().set_sampler_max_len(8)
+        streams = [await model.stream_chat_request(request) for _ in range(3)]
+        with pytest.raises(QueueFullError, match="with_max_queue"):
+            await model.send_chat_request(request)
+        answers = [await stream.collect() for stream in streams]
+        assert {answer.usage.completion_tokens for answer in answers} == {8}
+        assert (await model.send_chat_request(request)).usage.completion_tokens == 8
+
+
+async def test_salts_keep_prefixes_apart_and_opting_out_leaves_nothing(model):
+    """A hit needs the same salt; with prefix_cache False nothing is found and nothing left."""
+    text = "x" * 100
+
+    async def cached(**settings) -> int:
+        request = endless(text).set_sampler_max_len(1)
+        for name, value in settings.items():
+            request = getattr(request, name)(value)
+        return (await model.send_chat_request(request)).usage.cached_tokens
+
+    assert await cached(with_prefix_cache=False) == 0
+    assert await cached() == 0
+    assert await cached() > 0
+    assert await cached(with_cache_salt="a") == 0
+    assert await cached(with_cache_salt="a") > 0
+    assert await cached(with_cache_salt="b") == 0
+    assert await cached(with_prefix_cache=False) == 0
+    await model.clear_prefix_cache()
+    assert await cached() == 0

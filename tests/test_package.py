@@ -16,7 +16,17 @@ import mistralrs_sdk
 ROOT = Path(mistralrs_sdk.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-BASE = {"_version", "config", "cpu_threads", "distributed", "errors", "machine", "sampling_params"}
+BASE = {
+    "_version",
+    "config",
+    "cpu_threads",
+    "device_map",
+    "distributed",
+    "errors",
+    "machine",
+    "plan",
+    "sampling_params",
+}
 BELOW_MODELS = BASE | {"attention", "kernels", "layers", "quant"}
 ENGINE = BELOW_MODELS | {"loading", "models"}
 ALLOWED = {
@@ -34,8 +44,12 @@ ALLOWED = {
     "stream": BASE | {"chat", "engine", "generation"},
     "description": BASE | {"engine", "loading"},
     "model": ENGINE | {"chat", "constraints", "description", "engine", "generation", "stream"},
-    "builder": BASE | {"model"},
+    "builder": BASE | {"engine", "model"},
     "blocking": BASE | {"builder", "chat", "model"},
+    "unsupported": BASE,
+    "which": BASE | {"builder", "unsupported"},
+    "runner_requests": BASE | {"chat", "unsupported"},
+    "runner": BASE | {"blocking", "builder", "chat", "runner_requests", "unsupported", "which"},
 }
 """The design's order, down only: what each part may import from the package at run time."""
 
@@ -49,14 +63,18 @@ TORCH_FREE = (
     "cli",
     "config",
     "cpu_threads",
+    "device_map",
     "engine.block_pool",
     "engine.default_scheduler",
+    "engine.metrics",
     "engine.prefix_cache",
     "engine.request",
     "engine.scheduler",
     "engine.sequence",
+    "engine.whole_prefix_cache",
     "errors",
     "machine",
+    "plan",
     "sampling_params",
 )
 HOMES = {  # a library, and the only places that may import it

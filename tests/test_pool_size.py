@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 
+import attrs
 import pytest
 
 from mistralrs_sdk.config import MemoryGpuConfig
 from mistralrs_sdk.engine.pool_size import (
     AUTO_CPU_BYTES,
     GIB,
+    MIB,
     DeviceMemory,
     PoolSize,
     choose_pool_size,
+    estimate_activations,
 )
 from mistralrs_sdk.errors import ConfigError, ModelLoadError
+from mistralrs_sdk.models.config import ModelConfig, RopeConfig
 
-MIB = 2**20
 BLOCK = 16
 PER_TOKEN = 1024
 KNOB_NAMES = ("MbAmount", "Utilization", "ContextSize")
@@ -34,6 +37,7 @@ def choose(memory: DeviceMemory, wanted: MemoryGpuConfig | None = None, **change
         "max_num_seqs": 4,
         "model_context": 2000,
         "max_model_len": None,
+        "activation_bytes": 0,
     }
     return choose_pool_size(wanted=wanted, memory=memory, **(settings | changes))
 
@@ -184,3 +188,164 @@ def test_a_pool_of_exactly_the_context_serves_it(caplog):
     size = choose(cpu(16 * GIB), MemoryGpuConfig.ContextSize(2000))
 
     assert (size.num_blocks, size.max_model_len, caplog.records) == (126, 2000, [])
+
+
+def test_a_best_effort_takes_its_target_where_there_is_room():
+    """Like MbAmount as long as the memory is there."""
+    size = choose(cpu(16 * GIB), MemoryGpuConfig.BestEffortMbAmount(100))
+
+    assert size == attrs.evolve(
+        choose(cpu(16 * GIB), MemoryGpuConfig.MbAmount(100)), reason="BestEffortMbAmount(100)"
+    )
+
+
+def test_a_best_effort_shrinks_to_what_is_safe():
+    """Of 2 GiB, 512 MiB are reserved and 100 MiB are for computation."""
+    wanted = MemoryGpuConfig.BestEffortMbAmount(4096, min_mb=1436)
+
+    size = choose(cpu(2 * GIB), wanted, activation_bytes=100 * MIB)
+
+    assert size.num_blocks - 1 == (2048 - 512 - 100) * MIB // (BLOCK * PER_TOKEN)
+    assert size.reason == "BestEffortMbAmount(4096, min_mb=1436)"
+
+
+def test_a_best_effort_below_its_minimum_is_refused_with_both_numbers():
+    """One MiB more than what is safe."""
+    wanted = MemoryGpuConfig.BestEffortMbAmount(4096, min_mb=1537)
+
+    with pytest.raises(ModelLoadError) as caught:
+        choose(cpu(2 * GIB), wanted)
+
+    for part in ("min_mb=1537", "needs 1.50 GiB", "only 1.50 GiB are safely free", *KNOB_NAMES):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("maker", ["BestEffortMbAmount", "MbAmount", "Utilization"])
+def test_a_memory_setting_shows_how_it_was_made(maker):
+    """Its repr can be typed in; its text is what messages show."""
+    amount = 1 if maker == "Utilization" else 10
+    setting = getattr(MemoryGpuConfig, maker)(amount)
+
+    assert repr(setting) == f"MemoryGpuConfig.{maker}({amount})"
+    assert str(setting) == f"{maker}({amount})"
+
+
+@pytest.mark.parametrize(("target", "least"), [(0, None), (1.5, None), (10, 0), (10, 11)])
+def test_a_best_effort_checks_its_numbers(target, least):
+    """Whole numbers of at least 1, the minimum not above the target."""
+    with pytest.raises(ConfigError, match="BestEffortMbAmount"):
+        MemoryGpuConfig.BestEffortMbAmount(target, min_mb=least)
+
+
+def test_only_a_best_effort_has_a_minimum():
+    """A plain amount is its own minimum."""
+    with pytest.raises(ConfigError, match="MbAmount takes no minimum"):
+        MemoryGpuConfig("mb", 10, 5)
+
+
+@pytest.mark.parametrize(
+    ("memory", "wanted", "share"),
+    [
+        (cpu(2 * GIB), None, 2),
+        (cpu(2 * GIB), MemoryGpuConfig.Utilization(0.5), 1),
+        (DeviceMemory(free=2 * GIB, total=2 * GIB, is_cpu=False), None, 1),
+    ],
+)
+def test_room_for_computation_comes_out_of_the_cache(memory, wanted, share):
+    """Sizes that follow the memory shrink by what a step computes; of half the RAM, by half."""
+    limits = {"model_context": 10**5, "max_num_seqs": 100}
+    roomy = choose(memory, wanted, **limits)
+
+    tight = choose(memory, wanted, activation_bytes=64 * MIB, **limits)
+
+    fewer = 64 * MIB // share // (BLOCK * PER_TOKEN)
+    assert abs(roomy.num_blocks - tight.num_blocks - fewer) <= 1
+
+
+def test_an_asked_size_must_leave_room_for_computation():
+    """1500 MiB fit beside the reserve of 512; with 100 MiB for computation they do not."""
+    wanted = MemoryGpuConfig.MbAmount(1500)
+    choose(cpu(2 * GIB), wanted)
+
+    with pytest.raises(ModelLoadError, match=r"0\.10 GiB for computation.*max_num_batched_tokens"):
+        choose(cpu(2 * GIB), wanted, activation_bytes=100 * MIB)
+
+
+def small_model(**changes) -> ModelConfig:
+    settings = {
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "activation": "silu",
+        "ropes": (RopeConfig(theta=1e4),) * 2,
+        "windows": (None, None),
+        "attention_scale": 0.25,
+    }
+    return ModelConfig(**(settings | changes))
+
+
+def activations(model: ModelConfig | None = None, **changes):
+    limits = {
+        "itemsize": 2,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "max_model_len": 2048,
+    }
+    return estimate_activations(model or small_model(), **(limits | changes))
+
+
+def test_activations_are_hidden_states_the_wider_half_of_a_layer_and_logits():
+    """Every term for a model whose MLP is wider than its attention."""
+    size = activations(small_model(intermediate_size=2048))
+
+    residual = 1024 * 64 * (2 * 2 + 2 * 4) + 1024 * 2 * 16 * 2
+    assert size.mapped == residual + 4 * 1024 * 2048 * 2
+    assert size.non_mapped == 2 * 8 * 1000 * 4
+    assert size.total == size.mapped + size.non_mapped
+
+
+def test_attention_counts_where_it_is_wider():
+    """Projections, the keys and values a tile reads, and the tile: scores if they are capped."""
+    narrow = small_model(intermediate_size=1)
+    residual = 1024 * 64 * (2 * 2 + 2 * 4) + 1024 * 2 * 16 * 2
+    projections, keys = 1024 * 18 * 16 * 2, 2 * 2048 * 2 * 16 * 2
+
+    plain, capped = (
+        activations(attrs.evolve(narrow, attn_softcap=cap)).mapped for cap in (None, 50.0)
+    )
+
+    assert plain == residual + projections + keys + 512 * 2048 * 4
+    assert capped == residual + projections + keys + 512 * 2048 * 4 * 3 * 4
+
+
+def test_a_window_limits_what_a_tile_reads():
+    """Layers that all look back 100 tokens read 612 for a tile, not the whole context."""
+    narrow = small_model(intermediate_size=1)
+
+    full = activations(narrow).mapped
+    windowed = activations(attrs.evolve(narrow, windows=(100, 100))).mapped
+
+    assert full - windowed == (2048 - 612) * (2 * 2 * 16 * 2 + 512 * 4)
+
+
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
+def test_each_limit_raises_the_estimate(limit):
+    """More sequences and more tokens a step both need more room."""
+    sizes = [activations(**{limit: n}).total for n in (8, 16, 1024, 2048)]
+
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_step_is_never_larger_than_what_the_sequences_can_hold():
+    """One sequence of 100 tokens makes no step of 1024."""
+    assert activations(max_num_seqs=1, max_model_len=100) == activations(
+        max_num_seqs=1, max_model_len=100, max_num_batched_tokens=100
+    )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mistralrs_sdk.engine.default_scheduler import DefaultScheduler
 from mistralrs_sdk.engine.engine import Engine
-from mistralrs_sdk.engine.scheduler import MAX_FAILED_ADMISSIONS, SchedulerConfig
+from mistralrs_sdk.engine.scheduler import (
+    MAX_FAILED_ADMISSIONS,
+    MAX_OVERTAKES,
+    SchedulerConfig,
+)
 from mistralrs_sdk.engine.sequence import Status
 from tests.engine_helpers import (
     FakeRunner,
@@ -102,7 +105,7 @@ def test_the_youngest_is_preempted_and_returns_to_the_front():
     while not scheduler.stats().preemptions:
         step(scheduler)
     assert second.status is Status.WAITING
-    assert scheduler.waiting[0] is second
+    assert scheduler.waiting.front is second
     assert second.num_generated > 0
     assert first.status is Status.DECODE
 
@@ -206,9 +209,9 @@ def test_an_aborted_sequence_gives_its_blocks_back_at_once():
     prefilling, waiting = admit(scheduler, make_request(40)), admit(scheduler, make_request(4))
     for _ in range(3):
         step(scheduler)
-    ended = scheduler.abort(lambda s: True)
-    assert set(ended) == {decoding, prefilling, waiting}
-    assert all(s.finish_reason == "canceled" for s in ended)
+    everybody = [decoding, prefilling, waiting]
+    scheduler.end(everybody, "canceled")
+    assert all(s.finish_reason == "canceled" for s in everybody)
     assert scheduler.stats().used_blocks == 0
     assert not scheduler.has_work
 
@@ -226,23 +229,6 @@ def test_decodes_beyond_the_token_budget_take_turns():
     )
     passes = [[sequences.index(s) for s, _ in step(scheduler)] for _ in range(3)]
     assert passes == [[0, 1], [2, 0], [1, 2]]
-
-
-def test_without_a_cache_every_token_runs_in_every_step():
-    """no_kv_cache: each step feeds the whole sequence, in turn within the budget."""
-    scheduler = DefaultScheduler(
-        SchedulerConfig(
-            max_num_seqs=3,
-            max_num_batched_tokens=10,
-            max_decode_steps_before_prefill=8,
-            max_model_len=100,
-        )
-    )
-    sequences = [admit(scheduler, make_request(4, max_tokens=2)) for _ in range(3)]
-    assert step(scheduler) == [(sequences[0], 4), (sequences[1], 4)]
-    assert step(scheduler) == [(sequences[2], 4), (sequences[0], 5)]
-    assert step(scheduler) == [(sequences[1], 5), (sequences[2], 5)]
-    assert not scheduler.has_work
 
 
 @settings(max_examples=150, deadline=None)
@@ -313,3 +299,63 @@ def test_a_pool_far_too_small_still_gives_every_request_its_tokens():
     stats = scheduler.stats()
     assert stats.preemptions > 0
     assert stats.computed_tokens < 6 * 32 * 56
+
+
+def test_light_requests_pass_a_front_that_waits_for_blocks_but_not_for_ever():
+    """A hog runs, a big one waits for blocks: small ones go before it, a bounded number of them."""
+    scheduler = make_scheduler(num_blocks=32, block_size=16, max_num_batched_tokens=32)
+    engine = Engine(scheduler, FakeRunner())
+    hog, big = make_request(400, max_tokens=60), make_request(300, max_tokens=4)
+    light = [make_request(8, max_tokens=4) for _ in range(8)]
+    for request in (hog, big, *light):
+        engine.add(request)
+    outputs = run_to_end(engine)
+    ended = [o.request_id for o in outputs if o.finish_reason is not None]
+    assert set(ended[:8]) == {request.id for request in light}
+    for request in (hog, big, *light):
+        assert tokens_of(outputs, request) == expected_tokens(
+            request.prompt_ids, request.max_tokens
+        )
+
+
+def test_a_front_that_waits_for_blocks_is_overtaken_a_bounded_number_of_times():
+    """However many small requests keep coming, at most so many enter before it."""
+    scheduler = make_scheduler(num_blocks=32, block_size=16, max_num_batched_tokens=64)
+    admit(scheduler, make_request(400, max_tokens=100))
+    step(scheduler)
+    big = admit(scheduler, make_request(300, max_tokens=4))
+    light = [admit(scheduler, make_request(8, max_tokens=4)) for _ in range(60)]
+    entered = []
+    while big.status is Status.WAITING and len(entered) < 500:
+        entered.append(sum(s.status is not Status.WAITING for s in light))
+        step(scheduler)
+    assert max(entered) == entered[-1] == big.times_overtaken == MAX_OVERTAKES
+
+
+def test_a_younger_prompt_gives_its_blocks_to_an_older_decode():
+    """The youngest loses its blocks, whether it decodes or still prefills."""
+    scheduler = make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=2)
+    old = admit(scheduler, make_request(2, max_tokens=12))
+    step(scheduler)
+    prompt = admit(scheduler, make_request(9))
+    for _ in range(30):
+        step(scheduler)
+        if prompt.num_preemptions:
+            break
+    assert prompt.num_generated == 0
+    assert prompt.num_preemptions == 1
+    assert old.num_preemptions == 0
+
+
+def test_waiters_that_ended_are_skipped_and_leave():
+    """Sequences that end while they wait are skipped, and dropped once they are the majority."""
+    scheduler = make_scheduler(max_num_seqs=1)
+    first = admit(scheduler, make_request(4))
+    step(scheduler)
+    waiters = [admit(scheduler, make_request(2)) for _ in range(1000)]
+    scheduler.end(waiters[:-1], "canceled")
+    assert len(scheduler.waiting) == 1
+    assert scheduler.waiting.front is waiters[-1]
+    assert sum(map(len, scheduler.waiting._lanes.values())) < 100
+    scheduler.end([first], "canceled")
+    assert step(scheduler)[0][0] is waiters[-1]

@@ -26,7 +26,7 @@ class SdpaBackend:
         self._cache = cache
 
     def plan(self, batch: Batch, *, graph_size: int | None = None) -> None:
-        _refuse_graph(self, graph_size)
+        refuse_graph(self, graph_size)
         self._slots = batch.slot_mapping
         self._plan = _Plan(
             query_start=batch.query_start,
@@ -48,7 +48,7 @@ class UncachedSdpaBackend:
     supports_cuda_graph: ClassVar[bool] = False
 
     def plan(self, batch: Batch, *, graph_size: int | None = None) -> None:
-        _refuse_graph(self, graph_size)
+        refuse_graph(self, graph_size)
         starts = batch.query_start
         for i, length in enumerate(batch.seq_lens):
             if starts[i + 1] - starts[i] != length:
@@ -69,12 +69,97 @@ class UncachedSdpaBackend:
         return self._plan.attend(spec, q, k, v)
 
 
-def _refuse_graph(backend: object, graph_size: int | None) -> None:
+def refuse_graph(backend: object, graph_size: int | None) -> None:
+    """Raise ValueError if a CUDA graph is asked for."""
     if graph_size is not None:
         raise ValueError(
             f"{type(backend).__name__} has no CUDA graphs (graph_size {graph_size}): "
             "plan without graph_size"
         )
+
+
+@attrs.frozen
+class Tile:
+    """Rows [low, high) of a prompt and the keys [first, end) that some of them see."""
+
+    low: int
+    high: int
+    first: int
+    end: int
+    causal: bool
+    """The mask is the plain square causal one, which kernels know by themselves."""
+
+
+def prompt_tiles(rows: int, length: int, window: int | None) -> list[Tile]:
+    """Cut the last `rows` of `length` tokens into tiles of at most TILE_ROWS rows."""
+    tiles = []
+    for low in range(0, rows, TILE_ROWS):
+        high = min(low + TILE_ROWS, rows)
+        end = length - (rows - high)
+        first = 0 if window is None else max(0, end - (high - low) - window + 1)
+        causal = high - low == end - first and (window is None or high - low <= window)
+        tiles.append(Tile(low, high, first, end, causal))
+    return tiles
+
+
+def tile_masks(tiles: Sequence[Tile], window: int | None, device: torch.device) -> list[Tensor]:
+    """For each tile [rows, keys], True where a row sees a key; views of one tensor."""
+    if not tiles:
+        return []
+    rows = max(tile.high - tile.low for tile in tiles)
+    keys = max(tile.end - tile.first for tile in tiles)
+    row = torch.arange(keys - rows, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    mask = key <= row
+    if window is not None:
+        mask &= key > row - window
+    # The last row of every tile stands on its last key: a lower right corner serves any size.
+    return [mask[rows - t.high + t.low :, keys - t.end + t.first :] for t in tiles]
+
+
+def attend_decodes(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of one query row per sequence, in one call of the kernel.
+
+    q is [sequences, heads, head_dim], k and v are [sequences, keys, kv_heads, head_dim]; the result
+    has the shape of q. The mask is [sequences, 1, 1, keys].
+    """
+    # The heads of a group stand where query rows would.
+    q = q.unflatten(1, (spec.num_kv_heads, -1))
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    return _softmax_attention(spec, q, k, v, mask=mask, causal=False).flatten(1, 2)
+
+
+def attend_prompts(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """Attention of as many query rows of every sequence, in one call of the kernel.
+
+    q is [sequences, rows, heads, head_dim], k and v are [sequences, keys, kv_heads, head_dim]; the
+    result has the shape of q. The mask is [rows, keys]; with `causal` kernels do without it.
+    """
+    sequences, group = len(q), spec.num_heads // spec.num_kv_heads
+    # KV heads stand where the batch would, so that a group shares its keys without a copy.
+    q = q.unflatten(2, (spec.num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    k, v = (x.transpose(1, 2).flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    out = _softmax_attention(spec, q, k, v, mask=mask, causal=causal)
+    return out.unflatten(0, (sequences, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _softmax_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool
+) -> Tensor:
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if spec.softcap is None:
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=None if causal else mask, is_causal=causal, scale=spec.scale
+        )
+    scores = torch.matmul(q, k.transpose(-1, -2)).float().mul_(spec.scale / spec.softcap)
+    scores = scores.tanh_().mul_(spec.softcap)
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    return torch.matmul(scores.softmax(-1).to(v.dtype), v)
 
 
 @attrs.frozen(eq=False)
@@ -142,42 +227,23 @@ class _Plan:
         return _Task(rows=_tensor(rows, self.device), slots=slots, decode=True, mask=mask)
 
     def _prefill(self, window: int | None) -> list[_Task]:
-        tiles: list[tuple[slice, slice | Tensor, int, int]] = []
+        places: list[tuple[slice, slice | Tensor]] = []
+        tiles: list[Tile] = []
         for i, length in enumerate(self.seq_lens):
             if self._rows(i) <= 1:
                 continue
-            start, stop = self.query_start[i], self.query_start[i + 1]
-            begin = 0 if window is None else max(0, length - (stop - start) - window + 1)
-            span = self._span(i, begin)
-            for low in range(start, stop, TILE_ROWS):
-                high = min(low + TILE_ROWS, stop)
-                end = length - (stop - high)
-                first = 0 if window is None else max(0, end - (high - low) - window + 1)
-                keys = _sub(span, first - begin, end - begin)
-                tiles.append((slice(low, high), keys, high - low, end - first))
-        if not tiles:
-            return []
-        mask = self._mask(window, rows=max(t[2] for t in tiles), keys=max(t[3] for t in tiles))
+            start = self.query_start[i]
+            new = prompt_tiles(self._rows(i), length, window)
+            span = self._span(i, new[0].first)
+            for tile in new:
+                keys = _sub(span, tile.first - new[0].first, tile.end - new[0].first)
+                places.append((slice(start + tile.low, start + tile.high), keys))
+            tiles += new
+        masks = tile_masks(tiles, window, self.device)
         return [
-            _Task(
-                rows=where,
-                slots=slots,
-                decode=False,
-                mask=mask[mask.shape[0] - rows :, mask.shape[1] - keys :],
-                causal=rows == keys and (window is None or rows <= window),
-            )
-            for where, slots, rows, keys in tiles
+            _Task(rows=rows, slots=slots, decode=False, mask=mask, causal=tile.causal)
+            for (rows, slots), tile, mask in zip(places, tiles, masks, strict=True)
         ]
-
-    def _mask(self, window: int | None, *, rows: int, keys: int) -> Tensor:
-        """[rows, keys], True where a row sees a key; the last row stands on the last key.
-
-        Aligned at its lower right corner, so that corner of any size serves a smaller tile.
-        """
-        row = torch.arange(keys - rows, keys, device=self.device)[:, None]
-        key = torch.arange(keys, device=self.device)
-        mask = key <= row
-        return mask if window is None else mask & (key > row - window)
 
     def _blocks(self, i: int, first: int) -> list[int]:
         last = (self.seq_lens[i] - 1) // self.block_size
@@ -209,33 +275,14 @@ class _Plan:
 
 
 def _run(spec: AttentionSpec, task: _Task, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    heads = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads)
-    q, k, v = q[task.rows].unflatten(1, heads), _take(keys, task.slots), _take(values, task.slots)
-    if task.decode:
-        if k.ndim == 3:
-            k, v = k[None], v[None]
-        # One query row a sequence: the heads of a group stand where query rows would.
-        out = _softmax_attention(spec, q, k.transpose(1, 2), v.transpose(1, 2), task)
-        return out.flatten(1, 2)
-    # KV heads stand where the batch would, so that a group shares its keys without a copy.
-    k = k.transpose(0, 1)[:, None].expand(-1, heads[1], -1, -1)
-    v = v.transpose(0, 1)[:, None].expand(-1, heads[1], -1, -1)
-    out = _softmax_attention(spec, q.permute(1, 2, 0, 3), k, v, task)
-    return out.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _softmax_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, task: _Task) -> Tensor:
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    if spec.softcap is None:
-        mask = None if task.causal else task.mask
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=task.causal, scale=spec.scale
-        )
-    scores = torch.matmul(q, k.transpose(-1, -2)).float().mul_(spec.scale / spec.softcap)
-    scores = scores.tanh_().mul_(spec.softcap)
-    if task.mask is not None:
-        scores.masked_fill_(~task.mask, float("-inf"))
-    return torch.matmul(scores.softmax(-1).to(v.dtype), v)
+    q, k, v = q[task.rows], _take(keys, task.slots), _take(values, task.slots)
+    if not task.decode:
+        return attend_prompts(
+            spec, q[None], k[None], v[None], mask=task.mask, causal=task.causal
+        ).squeeze(0)
+    if k.ndim == 3:
+        k, v = k[None], v[None]
+    return attend_decodes(spec, q, k, v, mask=task.mask)
 
 
 def _take(store: Tensor, slots: slice | Tensor) -> Tensor:

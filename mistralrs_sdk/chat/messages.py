@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,14 @@ class RequestBuilder:
     """Drop the start of a prompt that is too long, instead of refusing it."""
     adapter: str | None = None
     """The LoRA adapter to answer with; None is the base model."""
+    priority: int = 0
+    """Smaller is admitted first; first come first served within one priority."""
+    deadline: float | None = None
+    """Seconds from sending after which the request fails, wherever it is; None: never."""
+    cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt; None is a salt of its own."""
+    prefix_cache: bool = True
+    """Whether cached prefixes are used and left for others."""
 
     @classmethod
     def from_messages(cls, messages: TextMessages) -> RequestBuilder:
@@ -116,6 +125,29 @@ class RequestBuilder:
         if adapter is not None and (not isinstance(adapter, str) or not adapter):
             raise RequestError(f"adapter {adapter!r} must be the name of a loaded adapter, or None")
         return attrs.evolve(self, adapter=adapter)
+
+    def with_priority(self, priority: int) -> RequestBuilder:
+        """Be admitted before waiting requests of a larger priority. Default 0; may be negative."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority ({priority!r}) must be a whole number")
+        return attrs.evolve(self, priority=priority)
+
+    def with_deadline(self, seconds: float) -> RequestBuilder:
+        """Fail with `InferenceError` (and what there is) if it has not ended after `seconds`."""
+        valid = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not valid or not 0 < seconds < math.inf:
+            raise RequestError(f"deadline ({seconds!r}) must be a number of seconds above 0")
+        return attrs.evolve(self, deadline=float(seconds))
+
+    def with_cache_salt(self, salt: str | None) -> RequestBuilder:
+        """Share cached prefixes only with requests of the same salt, one per tenant for example."""
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(f"cache_salt ({salt!r}) must be a non-empty str, or None")
+        return attrs.evolve(self, cache_salt=salt)
+
+    def with_prefix_cache(self, use: bool) -> RequestBuilder:
+        """Use cached prefixes and leave some (True, the default), or compute everything anew."""
+        return attrs.evolve(self, prefix_cache=_flag("prefix_cache", use))
 
     def set_sampling(self, params: SamplingParams) -> RequestBuilder:
         """Replace every sampling setting; what `params` leaves unset, the model's defaults fill."""

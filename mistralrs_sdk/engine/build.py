@@ -11,29 +11,41 @@ from collections.abc import Callable, Mapping
 import attrs
 import torch
 
-from mistralrs_sdk.attention.kv_cache import PagedKVCache, bytes_per_token
+from mistralrs_sdk.attention.backend import AttentionBackend
+from mistralrs_sdk.attention.dense import DenseSdpaBackend
+from mistralrs_sdk.attention.kv_cache import DenseKVCache, PagedKVCache, bytes_per_token
 from mistralrs_sdk.attention.sdpa import SdpaBackend, UncachedSdpaBackend
 from mistralrs_sdk.config import (
     EngineConfig,
     MemoryGpuConfig,
     ModelDType,
-    PagedAttentionConfig,
-    PagedCacheType,
+    ModelSource,
     Progress,
 )
 from mistralrs_sdk.cpu_threads import switched_on, use_threads
 from mistralrs_sdk.engine.block_pool import BlockPool
 from mistralrs_sdk.engine.default_scheduler import DefaultScheduler
 from mistralrs_sdk.engine.engine import Engine
+from mistralrs_sdk.engine.memory import (
+    cuda_devices,
+    device_memory,
+    paged_config,
+    plan_layers,
+    plan_memory,
+)
 from mistralrs_sdk.engine.model_runner import ModelRunner
-from mistralrs_sdk.engine.pool_size import DeviceMemory, choose_pool_size
-from mistralrs_sdk.engine.prefix_cache import root_hash
+from mistralrs_sdk.engine.pool_size import KNOBS
 from mistralrs_sdk.engine.scheduler import Scheduler, SchedulerConfig
-from mistralrs_sdk.errors import ConfigError, UnsupportedError
+from mistralrs_sdk.errors import ConfigError, ModelLoadError
 from mistralrs_sdk.loading.checkpoint import Checkpoint
-from mistralrs_sdk.loading.loader import load_model
-from mistralrs_sdk.machine import available_memory, physical_memory
+from mistralrs_sdk.loading.loader import (
+    check_weights_fit,
+    load_model,
+    open_checkpoint,
+    prepare_model,
+)
 from mistralrs_sdk.models.decoder import CausalLM
+from mistralrs_sdk.plan import MemoryPlan
 
 logger = logging.getLogger("mistralrs_sdk.engine")
 
@@ -92,29 +104,26 @@ def build_engine(
     origins["num_threads"], origins["cpu_affinity"] = threads.origin, threads.pinned_by
     # For this thread, and for threads the process starts later: torch keeps one number for those.
     torch.set_num_threads(threads.num_threads)
-    device = _choose_device(config, origins)
-    if device.type == "cpu":
-        _explain_chunk_limit(config, origins)
-    dtype = _choose_dtype(config, device, origins)
+    config = attrs.evolve(config, num_threads=threads.num_threads)
+    settled = _settle(checkpoint, config, origins)
+    device, dtype = settled.device, settled.dtype
     model = load_model(
         checkpoint,
-        dtype=_TORCH_DTYPES[dtype],
+        dtype=dtype,
         device=device,
+        model=settled.model,
         progress=progress,
         cancelled=cancelled,
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what reading the weights left behind
     parameters = list(model.parameters())
-    resolved, scheduler, backend = _choose_cache(
-        model,
-        attrs.evolve(config, device=str(device), dtype=dtype, num_threads=threads.num_threads),
-        origins,
-    )
-    paged = resolved.paged_attn
+    resolved, scheduler, backend = _choose_cache(settled, origins)
     runner = ModelRunner(
         model=model,
         backend=backend,
         device=device,
-        block_size=paged.block_size if paged else None,
+        block_size=settled.plan.block_size,
     )
     info = EngineInfo(
         config=resolved,
@@ -123,7 +132,7 @@ def build_engine(
         vocab_size=model.config.vocab_size,
         num_parameters=sum(p.numel() for p in parameters),
         weight_bytes=sum(p.numel() * p.itemsize for p in parameters),
-        kv_bytes_per_token=bytes_per_token(model.specs, _TORCH_DTYPES[dtype]),
+        kv_bytes_per_token=bytes_per_token(model.specs, dtype),
         num_blocks=scheduler.stats().total_blocks,
         attention=type(backend).__name__,
         cpu_affinity=threads.pinned,
@@ -138,10 +147,68 @@ def build_engine(
     return engine, info
 
 
+def plan_source(
+    source: ModelSource, config: EngineConfig, *, progress: Progress | None = None
+) -> MemoryPlan:
+    """Open what `source` names and do as `plan_engine`."""
+    return plan_engine(open_checkpoint(source, progress=progress), config)
+
+
+def plan_engine(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
+    """What `build_engine` would take; reads no weights and leaves the threads alone.
+
+    Raises:
+        ConfigError, ModelLoadError, UnsupportedError: as `build_engine`.
+    """
+    settled = _settle(checkpoint, config, {})
+    if settled.device.type != "cuda" or torch.cuda.device_count() == 1:
+        return settled.plan
+    devices = cuda_devices(settled.device, device_memory(settled.device))
+    layers = plan_layers(
+        settled.model, settled.config, settled.plan, dtype=settled.dtype, devices=devices
+    )
+    return attrs.evolve(settled.plan, device_map=layers)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Settled:
+    """What is known before the weights are read."""
+
+    config: EngineConfig
+    """With device and dtype resolved."""
+    device: torch.device
+    dtype: torch.dtype
+    model: CausalLM
+    """Its parameters are on "meta"."""
+    plan: MemoryPlan
+
+
+def _settle(checkpoint: Checkpoint, config: EngineConfig, origins: dict[str, str]) -> _Settled:
+    """Choose device, dtype and sizes: the one way for `build_engine` and `plan_engine`."""
+    device = _choose_device(config, origins)
+    if config.no_kv_cache or config.paged_attn is None:
+        _explain_unpaged(config, origins)
+    elif device.type == "cpu":
+        _explain_chunk_limit(config, origins)
+    kind = _choose_dtype(config, device, origins)
+    dtype = _TORCH_DTYPES[kind]
+    config = attrs.evolve(config, device=str(device), dtype=kind)
+    model = prepare_model(checkpoint)
+    check_weights_fit(model, checkpoint, dtype=dtype, device=device)
+    plan = plan_memory(
+        model, config, name=checkpoint.name, dtype=dtype, memory=device_memory(device)
+    )
+    return _Settled(config=config, device=device, dtype=dtype, model=model, plan=plan)
+
+
 def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.device:
     if config.device is None:
         origins["device"] = "best device of this machine"
         if torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            if count > 1:
+                origins["device"] = f"first of {count} CUDA devices; holds all layers"
+                return torch.device("cuda", 0)
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     origins["device"] = "user"
@@ -158,6 +225,15 @@ def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.devic
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device ({config.device!r}) is not available: use with_device('cpu')")
     return device
+
+
+def _explain_unpaged(config: EngineConfig, origins: dict[str, str]) -> None:
+    """Without paging, prompts run whole and lengths decide who computes when."""
+    for name in ("max_prefill_chunk_tokens", "max_decode_steps_before_prefill", "mixed_batches"):
+        origins[name] = "no effect without paging"
+        value = getattr(config, name)
+        if value != getattr(EngineConfig(), name):
+            logger.warning("%s (%s) has no effect without a paged KV cache", name, value)
 
 
 def _explain_chunk_limit(config: EngineConfig, origins: dict[str, str]) -> None:
@@ -187,62 +263,48 @@ def _choose_dtype(
 
 
 def _choose_cache(
-    model: CausalLM, config: EngineConfig, origins: dict[str, str]
-) -> tuple[EngineConfig, Scheduler | DefaultScheduler, SdpaBackend | UncachedSdpaBackend]:
-    """Resolve context and KV cache; returns the settings with nothing left open."""
-    context = model.config.max_position_embeddings
-    origins["max_model_len"] = "user" if config.max_model_len is not None else "model"
-    if config.max_model_len is not None and config.max_model_len > context:
-        raise ConfigError(
-            f"max_model_len ({config.max_model_len}) is longer than the model's context ({context})"
-        )
+    settled: _Settled, origins: dict[str, str]
+) -> tuple[EngineConfig, Scheduler | DefaultScheduler, AttentionBackend]:
+    """Make the KV cache that was planned; returns the settings with nothing left open."""
+    model, plan = settled.model, settled.plan
+    origins["max_model_len"] = plan.max_model_len_reason
+    config = attrs.evolve(settled.config, max_model_len=plan.max_model_len)
     if config.no_kv_cache:
-        resolved = attrs.evolve(
-            config,
-            max_model_len=config.max_model_len or context,
-            prefix_cache_n=None,
-            paged_attn=None,
-        )
+        resolved = attrs.evolve(config, prefix_cache_n=None, paged_attn=None)
         origins["prefix_cache_n"] = "off with no_kv_cache"
-        origins["max_decode_steps_before_prefill"] = "no effect with no_kv_cache"
         return resolved, DefaultScheduler(_scheduler_config(resolved)), UncachedSdpaBackend()
-    paged = PagedAttentionConfig() if config.paged_attn == "auto" else config.paged_attn
-    if paged.cache_type is not PagedCacheType.AUTO:
-        raise UnsupportedError(
-            f"cache_type ({paged.cache_type.value}) needs the FlashInfer backend on a CUDA device; "
-            "use PagedCacheType.AUTO"
+    if config.paged_attn is None:
+        caches = DenseKVCache(model.specs, dtype=settled.dtype, device=settled.device)
+        default = DefaultScheduler(
+            _scheduler_config(config),
+            caches=caches,
+            prefix_cache_n=config.prefix_cache_n,
+            model=next(_model_uids),
         )
-    assert config.device is not None, "resolved before"
-    dtype, device = _TORCH_DTYPES[config.dtype], torch.device(config.device)
-    size = choose_pool_size(
-        wanted=paged.gpu_memory,
-        block_size=paged.block_size,
-        bytes_per_token=bytes_per_token(model.specs, dtype),
-        max_num_seqs=config.max_num_seqs,
-        model_context=context,
-        max_model_len=config.max_model_len,
-        memory=_device_memory(device),
-    )
-    if size.max_model_len < context and config.max_model_len is None:
-        origins["max_model_len"] = f"limited by the KV cache (the model has {context})"
-    origins["paged_attn"] = size.reason
-    cache = PagedKVCache(
-        model.specs,
-        num_blocks=size.num_blocks,
-        block_size=paged.block_size,
-        dtype=dtype,
-        device=device,
-    )
-    tokens = (size.num_blocks - 1) * paged.block_size
-    resolved = attrs.evolve(
-        config,
-        max_model_len=size.max_model_len,
-        paged_attn=attrs.evolve(paged, gpu_memory=MemoryGpuConfig.ContextSize(tokens)),
-    )
+        return config, default, DenseSdpaBackend(caches)
+    paged = paged_config(config)
+    assert paged is not None, "planned so"
+    assert plan.block_size is not None, "planned so"
+    origins["paged_attn"] = plan.kv_reason
+    try:
+        cache = PagedKVCache(
+            model.specs,
+            num_blocks=plan.num_blocks + 1,
+            block_size=plan.block_size,
+            dtype=settled.dtype,
+            device=settled.device,
+        )
+    except (torch.OutOfMemoryError, OSError) as error:  # OSError: of mmap
+        raise ModelLoadError(
+            f"the KV cache ({plan.kv_reason}) takes {plan.kv_bytes / 2**30:.2f} GiB, which was "
+            f"planned and is no longer free on {settled.device} ({error}); lower it with {KNOBS}"
+        ) from error
+    memory = MemoryGpuConfig.ContextSize(plan.num_tokens)
+    resolved = attrs.evolve(config, paged_attn=attrs.evolve(paged, gpu_memory=memory))
     scheduler = Scheduler(
         _scheduler_config(resolved),
-        BlockPool(size.num_blocks, paged.block_size),
-        root=root_hash(model=next(_model_uids)),
+        BlockPool(plan.num_blocks + 1, plan.block_size),
+        model=next(_model_uids),
     )
     return resolved, scheduler, SdpaBackend(cache)
 
@@ -261,10 +323,3 @@ def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
         prefix_caching=config.prefix_cache_n is not None,
         mixed_batches=config.mixed_batches,
     )
-
-
-def _device_memory(device: torch.device) -> DeviceMemory:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return DeviceMemory(free=free, total=total, is_cpu=False)
-    return DeviceMemory(free=available_memory(), total=physical_memory(), is_cpu=True)

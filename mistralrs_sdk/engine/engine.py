@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from mistralrs_sdk.engine.request import Request, RequestOutput, SampledToken
+from mistralrs_sdk.engine.metrics import OVER_TOTAL_CAPACITY, EngineMetrics, MetricsRecorder
+from mistralrs_sdk.engine.request import FinishReason, Request, RequestOutput, SampledToken
 from mistralrs_sdk.engine.scheduler import (
     Scheduled,
+    SchedulerConfig,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -33,11 +36,14 @@ class Runner(Protocol):
 class EngineScheduler(Protocol):
     """What both schedulers have in common."""
 
+    config: SchedulerConfig
+
     @property
     def has_work(self) -> bool: ...
     def add(self, sequence: EngineSequence) -> None: ...
-    def abort(self, matches) -> list[EngineSequence]: ...
-    def fail(self, sequences: Iterable[EngineSequence], error: str) -> None: ...
+    def end(
+        self, sequences: Iterable[EngineSequence], reason: FinishReason, error: str | None = None
+    ) -> None: ...
     def schedule(self) -> SchedulerOutput: ...
     def update(self, output: SchedulerOutput, tokens: Iterable[int | None]) -> None: ...
     def clear_prefix_cache(self) -> None: ...
@@ -63,7 +69,11 @@ class Engine:
         self.runner = runner
         self._throughput = ThroughputLog(scheduler.stats()) if log_throughput else None
         self._log_steps = log_steps
+        self._metrics = MetricsRecorder()
         self._ids = itertools.count()
+        self._open: dict[int, list[EngineSequence]] = {}
+        """The sequences of each request that have not ended."""
+        self._deadlines: list[tuple[float, int]] = []
         self._failed_steps = 0
 
     @property
@@ -72,15 +82,25 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue every choice of the request."""
-        for choice in range(request.sampling.n_choices):
-            self.scheduler.add(EngineSequence.from_request(next(self._ids), request, choice))
+        now = time.perf_counter()
+        sequences = self._open[request.id] = [
+            EngineSequence.from_request(next(self._ids), request, choice, arrived_at=now)
+            for choice in range(request.sampling.n_choices)
+        ]
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+            self._metrics.arrived(sequence.id, at=now)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.id))
 
     def abort(self, request_id: int, choice: int | None = None) -> list[RequestOutput]:
         """End a request, or one of its choices, as canceled; its blocks are free at once."""
-        ended = self.scheduler.abort(
-            lambda s: s.request.id == request_id and choice in (None, s.choice)
-        )
-        return [_output(s, (), now=time.perf_counter()) for s in ended]
+        ended = [s for s in self._open.get(request_id, ()) if choice in (None, s.choice)]
+        self.scheduler.end(ended, "canceled")
+        now = time.perf_counter()
+        # Only the text side ends one choice: it has seen a stop string.
+        reason = "canceled" if choice is None else "stop"
+        return [self._close(sequence, reason, now=now) for sequence in ended]
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns what the sequences in it have to report.
@@ -89,6 +109,7 @@ class Engine:
             Exception: whatever the runner raised, when it failed three times in a row.
         """
         started = time.perf_counter()
+        outputs = self._expire(started)
         if self._throughput is not None:
             self._throughput.before_step()
         output = self.scheduler.schedule()
@@ -97,20 +118,62 @@ class Engine:
         now = time.perf_counter()
         if work is not None:
             logger.debug("step: %s, %.1f ms", work, 1000 * (now - started))
-        outputs = [_output(s, (), now=now) for s in output.rejected]
+        for sequence in output.rejected:
+            self._metrics.rejected(sequence.id, OVER_TOTAL_CAPACITY)
+            self._forget(sequence)
+            outputs.append(_output(sequence, (), now=now))
         for item, drawn in zip(output.scheduled, sampled, strict=True):
             if drawn is not None and drawn.error is not None:
-                self.scheduler.fail([item.sequence], drawn.error)
+                self.scheduler.end([item.sequence], "error", drawn.error)
         drew = [None if d is None or d.error else d for d in sampled]
         self.scheduler.update(output, [None if d is None else d.token_id for d in drew])
         for item, drawn in zip(output.scheduled, drew, strict=True):
+            sequence = item.sequence
             if drawn is not None:
-                outputs.append(_output(item.sequence, (drawn,), now=now))
-            elif item.sequence.status is Status.FINISHED:
-                outputs.append(_output(item.sequence, (), now=now))
+                first = sequence.first_token_at is None
+                self._metrics.token(sequence.id, now=now, first=first)
+                outputs.append(_output(sequence, (drawn,), now=now))
+            elif sequence.status is Status.FINISHED:
+                outputs.append(_output(sequence, (), now=now))
+            if sequence.finish_reason is not None:
+                self._metrics.completed(sequence.id, sequence.finish_reason)
+                self._forget(sequence)
         if self._throughput is not None:
             self._throughput.after_step(self.scheduler.stats())
         return outputs
+
+    def _expire(self, now: float) -> list[RequestOutput]:
+        """End the requests whose deadline has passed."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            late = list(self._open.get(request_id, ()))
+            self.scheduler.end(late, "error", "its deadline passed")
+            outputs += [self._close(sequence, "error", now=now) for sequence in late]
+        return outputs
+
+    def _close(
+        self, sequence: EngineSequence, reason: FinishReason, *, now: float
+    ) -> RequestOutput:
+        """Report a sequence that was ended between two steps."""
+        self._metrics.completed(sequence.id, reason)
+        self._forget(sequence)
+        return _output(sequence, (), now=now)
+
+    def _forget(self, sequence: EngineSequence) -> None:
+        siblings = self._open[sequence.request.id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._open[sequence.request.id]
+
+    def metrics(self) -> EngineMetrics:
+        """Return what runs right now and what was counted since the engine was made."""
+        pool: Any = getattr(self.scheduler, "pool", self.scheduler)  # who keeps the prefixes
+        return self._metrics.snapshot(
+            self.scheduler.stats(),
+            capacity=self.scheduler.config.max_num_seqs,
+            evictions=pool.num_evictions,
+        )
 
     def _run(self, scheduled: Sequence[Scheduled]) -> Sequence[SampledToken | None]:
         """Run the model; if that fails, the sequences of this step end with the error."""
@@ -120,6 +183,7 @@ class Engine:
         for item in scheduled:
             if item.sequence.scheduled_at is None:
                 item.sequence.scheduled_at = now
+                self._metrics.reused(item.sequence.cached_tokens or 0)
         try:
             sampled = self.runner.run(scheduled)
         except Exception as error:
@@ -127,9 +191,8 @@ class Engine:
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise
             logger.exception("a step of %d sequences failed; they end with it", len(scheduled))
-            self.scheduler.fail(
-                (item.sequence for item in scheduled), f"{type(error).__name__}: {error}"
-            )
+            failed = [item.sequence for item in scheduled]
+            self.scheduler.end(failed, "error", f"{type(error).__name__}: {error}")
             return [None] * len(scheduled)
         self._failed_steps = 0
         return sampled

@@ -29,6 +29,7 @@ from mistralrs_sdk.errors import (
     EngineDeadError,
     InferenceError,
     MistralRsError,
+    QueueFullError,
     RequestError,
 )
 
@@ -76,6 +77,10 @@ class RequestStream:
         self._error: MistralRsError | None = None
         self._ready = asyncio.Event()
         self._open_choices = request.sampling.n_choices
+
+    @property
+    def num_choices(self) -> int:
+        return self._request.sampling.n_choices
 
     @property
     def finished(self) -> bool:
@@ -151,13 +156,20 @@ class EngineThread:
     """Owns the engine and the thread it lives on. All methods are for the event loop's side."""
 
     def __init__(
-        self, make_engine: Callable[[], Engine], *, max_pending: int = MAX_PENDING_REQUESTS
+        self,
+        make_engine: Callable[[], Engine],
+        *,
+        max_pending: int = MAX_PENDING_REQUESTS,
+        max_open: int | None = None,
     ) -> None:
+        """`max_pending` requests are taken, further ones wait; beyond `max_open` choices, counted
+        over all requests that have not ended, further ones are refused."""
         self._make_engine: Callable[[], Engine] | None = make_engine
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Call | _Shutdown] = queue.SimpleQueue()
         self._streams: dict[int, RequestStream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._places = anyio.Semaphore(max_pending)
+        self._max_open = max_open
         self._ended: MistralRsError | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mistralrs-engine", daemon=True)
@@ -193,9 +205,11 @@ class EngineThread:
         Raises:
             EngineDeadError: the engine stopped.
             EngineClosedError: the model was closed.
+            QueueFullError: `max_open` choices are waiting or running.
             RequestError: called from another event loop than the model was built in.
         """
         self._check_usable()
+        self._check_queue(request)
         await self._places.acquire()
         if self._ended is not None:
             self._places.release()
@@ -255,6 +269,16 @@ class EngineThread:
             )
         if self._ended is not None:
             raise _again(self._ended)
+
+    def _check_queue(self, request: Request) -> None:
+        if self._max_open is None or not self._streams:
+            return
+        open_choices = sum(stream.num_choices for stream in self._streams.values())
+        if open_choices + request.sampling.n_choices > self._max_open:
+            raise QueueFullError(
+                f"{open_choices} answers are running or waiting and {self._max_open} are allowed "
+                "(max_num_seqs and max_queue together): try again later, or raise with_max_queue"
+            )
 
     # Event loop side, called by the engine's thread
 

@@ -29,7 +29,7 @@ class ModelRunner:
     backend: AttentionBackend
     device: torch.device
     block_size: int | None
-    """None without a KV cache: tokens then have no slots."""
+    """None without paging: tokens then have no slots."""
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[Scheduled]) -> list[SampledToken | None]:
@@ -65,6 +65,8 @@ def build_batch(
                 blocks[p // block_size] * block_size + p % block_size for p in range(start, end)
             ]
             tables.append(blocks[: -(-end // block_size)])
+        else:
+            tables.append([sequence.id])  # what a dense cache knows it by
         query_start.append(len(input_ids))
         seq_lens.append(end)
         if item.samples:

@@ -28,11 +28,11 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def extend_block_hashes(
-    sequence: EngineSequence, *, num_blocks: int, block_size: int, root: bytes
+    sequence: EngineSequence, *, num_blocks: int, block_size: int
 ) -> list[bytes]:
     """Hash the sequence's blocks up to `num_blocks`, keeping what is known; return those hashes."""
     hashes = sequence.block_hashes
     for i in range(len(hashes), num_blocks):
-        parent = hashes[-1] if hashes else root
+        parent = hashes[-1] if hashes else sequence.root
         hashes.append(block_hash(parent, sequence.tokens[i * block_size : (i + 1) * block_size]))
     return hashes[:num_blocks]

@@ -24,6 +24,18 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a choice; they count as generated."""
     seed: int = 0
+    priority: int = 0
+    """Smaller comes first; first come first served within one priority."""
+    deadline: float | None = None
+    """When the request fails if it has not ended, on `time.perf_counter`'s clock."""
+    cache_salt: str | None = None
+    """Prefixes are shared only between requests with the same salt."""
+    use_prefix_cache: bool = True
+    """Whether it looks for, and leaves, cached prefixes."""
+    raw_logits: bool = False
+    """The logits at every prompt position are wanted: its prompt runs whole and alone."""
+    unsplittable: tuple[tuple[int, int], ...] = ()
+    """Spans [first, last) of the prompt that one forward must compute together, in order."""
     dry_breakers: frozenset[int] = frozenset()
     """Ids that end a repetition for DRY (`SamplingParams.dry_params`), already tokenised."""
 

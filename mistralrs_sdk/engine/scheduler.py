@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Iterable
+from itertools import chain, islice
 
 import attrs
 
 from mistralrs_sdk.engine.block_pool import BlockPool
-from mistralrs_sdk.engine.prefix_cache import extend_block_hashes
+from mistralrs_sdk.engine.prefix_cache import extend_block_hashes, root_hash
+from mistralrs_sdk.engine.prompt_batch import BatchRules, choose_decodes, choose_prompts
+from mistralrs_sdk.engine.request import FinishReason
 from mistralrs_sdk.engine.sequence import Sequence, Status
+from mistralrs_sdk.engine.waiting_queue import WaitingQueue
 
 MAX_FAILED_ADMISSIONS = 64
 """Passes the front of the queue waits for blocks before running sequences are preempted for it."""
+
+MAX_OVERTAKES = 16
+"""How many later sequences may be admitted before a front that waits for blocks."""
+
+OVERTAKE_WINDOW = 8
+"""How far behind such a front smaller sequences are looked for."""
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +38,9 @@ class SchedulerConfig:
     prefix_caching: bool = True
     mixed_batches: bool = True
     """Running decodes ride along in prefill passes."""
+    preempt_for_waiting: bool = True
+    """Whether a front that waited too long may take running sequences' blocks."""
+    rules: BatchRules = attrs.field(factory=BatchRules)
 
     @property
     def prefill_token_budget(self) -> int:
@@ -79,17 +91,22 @@ class Scheduler:
     """Continuous batching over a block pool.
 
     Each pass is a decode pass (one token for every running sequence) or a prefill pass (chunks of
-    prompts, with the running decodes riding along). Sequences are admitted strictly in order; who
-    runs out of blocks preempts the youngest, which goes back to the front of the queue and
-    recomputes what the prefix cache has lost.
+    prompts, with the running decodes riding along). Sequences are admitted by priority, then in
+    order; only where the front waits for blocks may a few smaller ones go before it. Who runs out
+    of blocks preempts the youngest, which goes back to the front of the queue and recomputes what
+    the prefix cache has lost.
+
+    `identity` names what besides the tokens decides keys and values, the model for one: prefixes
+    are shared only under the same identity.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, *, root: bytes = b"") -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, **identity: str | int) -> None:
         self.config = config
         self.pool = pool
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        self._root = root
+        self._identity = identity
+        self._root = root_hash(**identity)
         self._decode_steps_since_prefill = 0
         self._decode_cursor = 0
         self._next_prompt_id: int | None = None
@@ -105,22 +122,21 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
+        salt = sequence.request.cache_salt
+        sequence.root = self._root if salt is None else root_hash(**self._identity, salt=salt)
         self.waiting.append(sequence)
 
-    def abort(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
-        """End the sequences that match as canceled; their blocks are free at once."""
-        ended = [s for s in chain(self.running, self.waiting) if matches(s)]
-        for sequence in ended:
-            sequence.finish("canceled")
-        self._remove_finished(ended)
-        return ended
-
-    def fail(self, sequences: Iterable[Sequence], error: str) -> None:
-        """End sequences whose step went wrong; nothing of it enters the prefix cache."""
-        ended = list(sequences)
-        for sequence in ended:
-            sequence.finish("error", error)
-        self._remove_finished(ended)
+    def end(
+        self, sequences: Iterable[Sequence], reason: FinishReason, error: str | None = None
+    ) -> None:
+        """End sequences before their time; their blocks are free at once."""
+        for sequence in sequences:
+            was_waiting = sequence.status is Status.WAITING
+            sequence.finish(reason, error)
+            if was_waiting:
+                self.waiting.count_ended(sequence)
+            else:
+                self._leave(sequence)
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step; empty when nothing can run."""
@@ -149,7 +165,8 @@ class Scheduler:
             if token is not None:
                 sequence.status = Status.DECODE
                 sequence.append(token, max_model_len=self.config.max_model_len)
-        self._remove_finished([item.sequence for item in output.scheduled])
+                if sequence.status is Status.FINISHED:
+                    self._leave(sequence)
 
     def clear_prefix_cache(self) -> None:
         """Forget all cached prefixes; running sequences keep their blocks."""
@@ -189,7 +206,7 @@ class Scheduler:
             not prompts
             and self.waiting
             and len(self.running) < self.config.max_num_seqs
-            and self.pool.blocks_for(len(self.waiting[0])) + decoding <= self.pool.num_free
+            and self.pool.blocks_for(len(self.waiting.front)) + decoding <= self.pool.num_free
             and steps > 0
         ):
             return False  # somebody new fits: one decode turn was enough
@@ -207,49 +224,73 @@ class Scheduler:
         budget = min(
             self.config.prefill_token_budget, self.config.max_num_batched_tokens - len(riders)
         )
-        chunks = self._chunks(candidates, budget)
+        # Start where the last prefill pass left off, so that nobody is passed over for ever.
+        ids = [s.id for s in candidates]
+        start = ids.index(self._next_prompt_id) if self._next_prompt_id in ids else 0
+        rotated = candidates[start:] + candidates[:start]
+        chosen = choose_prompts(
+            rotated, budget=budget, block_size=self.pool.block_size, rules=self.config.rules
+        )
+        taken = {sequence.id for sequence, _ in chosen}
+        self._next_prompt_id = next((s.id for s in rotated if s.id not in taken), None)
         self._decode_steps_since_prefill = 0
-        return riders + chunks
+        return riders + [Scheduled(sequence, count) for sequence, count in chosen]
 
     def _admit(self) -> list[Sequence]:
         """Move what fits from the queue to the running; return all prompts that now run."""
         candidates = [s for s in self.running if s.status is Status.PREFILL]
-        while (
-            self.waiting
-            and len(self.running) < self.config.max_num_seqs
-            and len(candidates) < self.config.max_num_batched_tokens
-        ):
-            front = self.waiting[0]
+        while self.waiting and self._has_place(candidates):
+            front = self.waiting.front
             if self.pool.blocks_for(len(front)) > self.pool.num_usable:
-                self._reject(self.waiting.popleft())
-                continue
-            if not self._place(front, candidates):
-                break  # strict order: nobody overtakes the front
-            self.waiting.popleft()
-            front.status = Status.PREFILL
-            self.running.append(front)
-            candidates.append(front)
+                self._reject(front)
+            elif self._place(front, candidates):
+                self._enter(front, candidates)
+            else:
+                self._overtake(front, candidates)
+                break
         return candidates
+
+    def _has_place(self, candidates: list[Sequence]) -> bool:
+        return (
+            len(self.running) < self.config.max_num_seqs
+            and len(candidates) < self.config.max_num_batched_tokens
+        )
+
+    def _enter(self, sequence: Sequence, candidates: list[Sequence]) -> None:
+        self.waiting.remove(sequence)
+        sequence.status = Status.PREFILL
+        self.running.append(sequence)
+        candidates.append(sequence)
 
     def _place(self, front: Sequence, candidates: list[Sequence]) -> bool:
         """Give `front` blocks for all its tokens, or count the failure."""
-        # One spare block per running decode: who is admitted shall not be preempted right away.
-        decoding = sum(s.status is Status.DECODE for s in self.running)
-        if self._take_blocks(front, spare=decoding):
+        if self._take_blocks(front, spare=self._num_decoding()):
             return True
         front.failed_admissions += 1
-        if front.failed_admissions <= MAX_FAILED_ADMISSIONS:
+        if front.failed_admissions <= MAX_FAILED_ADMISSIONS or not self.config.preempt_for_waiting:
             return False
         while self.running:
             victim = self.running[-1]
             if victim in candidates:
                 candidates.remove(victim)
-            self.waiting.popleft()
-            self._preempt(victim)
-            self.waiting.appendleft(front)
+            self._preempt(victim, behind=front)
             if self._take_blocks(front, spare=0):
                 return True
         return False
+
+    def _overtake(self, front: Sequence, candidates: list[Sequence]) -> None:
+        """Admit smaller sequences before a front that waits for blocks, but not for ever."""
+        for sequence in list(islice(self.waiting, 1, 1 + OVERTAKE_WINDOW)):
+            if front.times_overtaken >= MAX_OVERTAKES or not self._has_place(candidates):
+                return
+            fits = self.pool.blocks_for(len(sequence)) < self.pool.blocks_for(len(front))
+            if fits and self._take_blocks(sequence, spare=self._num_decoding()):
+                front.times_overtaken += 1
+                self._enter(sequence, candidates)
+
+    def _num_decoding(self) -> int:
+        """Running decodes; admission leaves each a block, so that none is preempted at once."""
+        return sum(s.status is Status.DECODE for s in self.running)
 
     def _take_blocks(self, sequence: Sequence, *, spare: int) -> bool:
         hits = self._find_prefix(sequence)
@@ -268,38 +309,29 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        if not self.config.prefix_caching:
+        if not self._uses_prefixes(sequence):
             return []
         # At least the last token runs again: its logits are needed.
         num_blocks = (len(sequence) - 1) // self.pool.block_size
-        return self.pool.find_prefix(
-            extend_block_hashes(
-                sequence,
-                num_blocks=num_blocks,
-                block_size=self.pool.block_size,
-                root=self._root,
-            )
+        hashes = extend_block_hashes(
+            sequence, num_blocks=num_blocks, block_size=self.pool.block_size
         )
+        hits = self.pool.find_prefix(hashes)
+        for first, last in reversed(sequence.request.unsplittable):
+            if first < len(hits) * self.pool.block_size < last:
+                hits = hits[: first // self.pool.block_size]
+        return hits
 
-    def _chunks(self, candidates: list[Sequence], budget: int) -> list[Scheduled]:
-        """Divide the budget over the prompts, starting where the last prefill pass left off."""
-        ids = [s.id for s in candidates]
-        start = ids.index(self._next_prompt_id) if self._next_prompt_id in ids else 0
-        rotated = candidates[start:] + candidates[:start]
-        eligible = rotated[:budget]
-        chunk_size = max(1, budget // len(eligible))
-        chunks = [Scheduled(s, min(chunk_size, s.num_uncomputed_tokens)) for s in eligible]
-        # Prompts that end in this pass and prompts that go on are not mixed (as in mistral.rs).
-        chosen = [chunk for chunk in chunks if chunk.samples == chunks[0].samples]
-        taken = {chunk.sequence.id for chunk in chosen}
-        self._next_prompt_id = next((s.id for s in rotated if s.id not in taken), None)
-        return chosen
+    def _uses_prefixes(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        return self.config.prefix_caching and request.use_prefix_cache and not request.raw_logits
 
     def _riders(self) -> list[Scheduled]:
         """Return the decodes that join a prefill pass, one token each; they leave it one token."""
         if not self.config.mixed_batches:
             return []
-        ready = [s for s in self._decoders() if self._grow(s)]
+        decoders = choose_decodes(self._decoders(), rules=self.config.rules)
+        ready = [s for s in decoders if self._grow(s)]
         return self._rotate(ready, limit=self.config.max_num_batched_tokens - 1)
 
     # Decode passes
@@ -310,18 +342,24 @@ class Scheduler:
         while remaining:
             sequence = remaining.popleft()
             while not self._grow(sequence):
-                victim = remaining.pop() if remaining else sequence
+                victim = remaining.pop() if remaining else self._younger_prompt(sequence)
                 self._preempt(victim)
                 if victim is sequence:
                     break
             else:
                 ready.append(sequence)
+        ready = choose_decodes(ready, rules=self.config.rules)
         if ready and self._decode_steps_since_prefill < self.config.max_decode_steps_before_prefill:
             self._decode_steps_since_prefill += 1
         return self._rotate(ready, limit=self.config.max_num_batched_tokens)
 
     def _decoders(self) -> list[Sequence]:
-        return sorted((s for s in self.running if s.status is Status.DECODE), key=lambda s: s.id)
+        return sorted((s for s in self.running if s.status is Status.DECODE), key=_rank)
+
+    def _younger_prompt(self, sequence: Sequence) -> Sequence:
+        """Return the youngest running prompt that came after `sequence`, else the sequence."""
+        prompts = (s for s in self.running if s.status is Status.PREFILL)
+        return max(chain(prompts, (sequence,)), key=_rank)
 
     def _rotate(self, ready: list[Sequence], *, limit: int) -> list[Scheduled]:
         """Take up to `limit` decodes in turn, so that a small budget starves nobody."""
@@ -342,48 +380,46 @@ class Scheduler:
 
     # Leaving
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, *, behind: Sequence | None = None) -> None:
+        """Send a running sequence to the front of the queue, or right behind one that is there."""
         self._release(sequence)
         self.running.remove(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.appendleft(sequence, behind=behind)
         self._preempted.append(sequence)
         self._num_preemptions += 1
 
     def _reject(self, sequence: Sequence) -> None:
         capacity = self.pool.num_usable * self.pool.block_size
-        sequence.finish(
+        self.end(
+            [sequence],
             "error",
             f"{len(sequence)} tokens exceed the KV cache's {capacity}: give it more memory "
             "(PagedAttentionMetaBuilder.with_gpu_memory) or send a shorter prompt",
         )
         self._rejected.append(sequence)
 
-    def _remove_finished(self, candidates: list[Sequence]) -> None:
-        finished = [s for s in candidates if s.status is Status.FINISHED]
-        if not finished:
-            return
-        for sequence in finished:
-            self._release(sequence)
-        self.running = [s for s in self.running if s.status is not Status.FINISHED]
-        if any(s.status is Status.FINISHED for s in self.waiting):
-            self.waiting = deque(s for s in self.waiting if s.status is not Status.FINISHED)
+    def _leave(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self.running.remove(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
     def _cache_full_blocks(self, sequence: Sequence) -> None:
-        if not self.config.prefix_caching:
+        if not self._uses_prefixes(sequence):
             return
         full = sequence.num_computed_tokens // self.pool.block_size
         if full <= sequence.num_cached_blocks:
             return
-        hashes = extend_block_hashes(
-            sequence, num_blocks=full, block_size=self.pool.block_size, root=self._root
-        )
+        hashes = extend_block_hashes(sequence, num_blocks=full, block_size=self.pool.block_size)
         for i in range(sequence.num_cached_blocks, full):
             self.pool.register(sequence.blocks[i], hashes[i])
         sequence.num_cached_blocks = full
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -34,12 +34,17 @@ class Sequence:
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     """Tokens whose keys and values exist."""
+    arrived_at: float = 0.0
+    """When it was queued, on `time.perf_counter`'s clock."""
+    root: bytes = b""
+    """What its prefix hashes start from: the model and the request's cache salt."""
     blocks: list[int] = attrs.field(factory=list)
     block_hashes: list[bytes] = attrs.field(factory=list)
     """Hashes of the full blocks of `tokens`, as far as they were needed."""
     num_cached_blocks: int = 0
     """Leading blocks that are registered in the prefix cache."""
     failed_admissions: int = 0
+    times_overtaken: int = 0
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache at the first admission."""
     num_preemptions: int = 0
@@ -49,8 +54,16 @@ class Sequence:
     first_token_at: float | None = None
 
     @classmethod
-    def from_request(cls, sequence_id: int, request: Request, choice: int) -> Sequence:
-        return cls(id=sequence_id, request=request, choice=choice, tokens=list(request.prompt_ids))
+    def from_request(
+        cls, sequence_id: int, request: Request, choice: int, *, arrived_at: float = 0.0
+    ) -> Sequence:
+        return cls(
+            id=sequence_id,
+            request=request,
+            choice=choice,
+            tokens=list(request.prompt_ids),
+            arrived_at=arrived_at,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,6 +73,11 @@ class Sequence:
             f"Sequence({self.id}, {self.status.value}, {self.num_computed_tokens}/{len(self)} "
             f"tokens, {len(self.blocks)} blocks)"
         )
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The order in which sequences are served: priority, then arrival."""
+        return self.request.priority, self.id
 
     @property
     def prompt_len(self) -> int:

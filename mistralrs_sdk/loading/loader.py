@@ -87,39 +87,60 @@ def _read_text(path: Path) -> str:
         raise ModelLoadError(f"chat template {path} cannot be read: {error}") from error
 
 
+def prepare_model(checkpoint: Checkpoint) -> CausalLM:
+    """Build the model of `checkpoint` with its parameters on "meta"; nothing is read.
+
+    Except for the head and the embedding, compared if the config says they are one and the file
+    holds both.
+
+    Raises:
+        ModelLoadError: tensors are missing, left over or misshapen; the message names them.
+        UnsupportedError: the architecture, or a value in its config, is not supported.
+    """
+    config = _settle_head(read_config(checkpoint.config), checkpoint.tensors)
+    with torch.device("meta"):
+        model = build_model(config)
+    _check_ledger(checkpoint, model, _parts_of_parameters(model))
+    return model
+
+
+def check_weights_fit(
+    model: CausalLM, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse weights that do not fit into the memory that is free now.
+
+    Raises:
+        ModelLoadError: with what they take, one tensor as it is read included, and what is free.
+    """
+    needed, free = _bytes_to_load(model, checkpoint, dtype), free_memory(device)
+    if needed > free:
+        raise ModelLoadError(_too_large(checkpoint, needed, free, dtype=dtype, device=device))
+
+
 def load_model(
     checkpoint: Checkpoint,
     *,
     dtype: torch.dtype,
     device: torch.device,
+    model: CausalLM | None = None,
     progress: Progress | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> CausalLM:
     """Build the model of `checkpoint` and read its weights, in `dtype`, onto `device`.
 
-    `cancelled` is asked before each tensor.
+    `model` is what `prepare_model` made of the checkpoint, if that was called before; `cancelled`
+    is asked before each tensor.
 
     Raises:
         ModelLoadError: tensors are missing, left over or misshapen (the message names them), the
             weights do not fit into the memory that is free, or loading was cancelled.
         UnsupportedError: the architecture, or a value in its config, is not supported.
     """
-    config = _settle_head(read_config(checkpoint.config), checkpoint.tensors)
-    with torch.device("meta"):
-        model = build_model(config)
-    parts = _parts_of_parameters(model)
-    _check_ledger(checkpoint, model, parts)
+    model = prepare_model(checkpoint) if model is None else model
+    check_weights_fit(model, checkpoint, dtype=dtype, device=device)
+    needed, free = _bytes_to_load(model, checkpoint, dtype), free_memory(device)
     total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    largest = max(math.prod(checkpoint.tensors[n].shape) for names in parts.values() for n in names)
-    # one tensor is held as it was read, at most in float32, besides the result
-    needed, free = total + largest * torch.float32.itemsize, free_memory(device)
-    too_large = (
-        f"{checkpoint.name} does not fit: loading its weights as {dtype} takes "
-        f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free on {device}; "
-        "use a smaller dtype (with_dtype) or a smaller model"
-    )
-    if needed > free:
-        raise ModelLoadError(too_large)
+    parts = _parts_of_parameters(model)
     short = Path(checkpoint.name).name or checkpoint.name  # a bar is as long as a line
     try:
         with progress_of(progress, f"loading {short}", total=total) as advance:
@@ -134,6 +155,7 @@ def load_model(
     except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
+        too_large = _too_large(checkpoint, needed, free, dtype=dtype, device=device)
         raise ModelLoadError(too_large) from error
     return model.eval().requires_grad_(False)
 
@@ -144,6 +166,24 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     # macOS does not say what is free, and swaps before it kills
     return physical_memory() if sys.platform == "darwin" else available_memory()
+
+
+def _bytes_to_load(model: CausalLM, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """The weights, and one tensor as it was read, at most in float32, besides."""
+    names = [part for names in _parts_of_parameters(model).values() for part in names]
+    largest = max(math.prod(checkpoint.tensors[name].shape) for name in names)
+    total = sum(p.numel() for p in model.parameters())
+    return total * dtype.itemsize + largest * torch.float32.itemsize
+
+
+def _too_large(
+    checkpoint: Checkpoint, needed: int, free: int, *, dtype: torch.dtype, device: torch.device
+) -> str:
+    return (
+        f"{checkpoint.name} does not fit: loading its weights as {dtype} takes "
+        f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free on {device}; "
+        "use a smaller dtype (with_dtype) or a smaller model"
+    )
 
 
 def _settle_head(config: ModelConfig, tensors: Mapping[str, TensorSource]) -> ModelConfig:

@@ -1,0 +1,198 @@
+"""From a model and settings to a `MemoryPlan`: what `build()` takes and `plan()` shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from mistralrs_sdk.attention.kv_cache import DENSE_GROWTH, bytes_per_token
+from mistralrs_sdk.config import EngineConfig, PagedAttentionConfig, PagedCacheType
+from mistralrs_sdk.device_map import UNIFIED_FRACTION, DeviceMap, MapDevice, MapSizes, map_layers
+from mistralrs_sdk.engine.pool_size import (
+    Activations,
+    DeviceMemory,
+    choose_pool_size,
+    estimate_activations,
+)
+from mistralrs_sdk.errors import ConfigError, UnsupportedError
+from mistralrs_sdk.machine import available_memory, physical_memory
+from mistralrs_sdk.models.decoder import CausalLM
+from mistralrs_sdk.plan import MemoryPlan
+
+_FRACTION = "MISTRALRS_IGPU_MEMORY_FRACTION"
+
+
+def plan_memory(
+    model: CausalLM, config: EngineConfig, *, name: str, dtype: torch.dtype, memory: DeviceMemory
+) -> MemoryPlan:
+    """Size everything before the weights are read.
+
+    The parameters of `model` may be on "meta". `config` has its device and dtype resolved;
+    `memory` is the device's before loading.
+
+    Raises:
+        ConfigError: a length or a size does not suit the model.
+        ModelLoadError: the asked KV cache does not fit.
+        UnsupportedError: the type of the KV cache is not there.
+    """
+    context, asked = model.config.max_position_embeddings, config.max_model_len
+    if asked is not None and asked > context:
+        raise ConfigError(f"max_model_len ({asked}) is longer than the model's context ({context})")
+    length = asked or context
+    num_parameters = sum(p.numel() for p in model.parameters())
+    weight_bytes = num_parameters * dtype.itemsize
+    kv_per_token = 0 if config.no_kv_cache else bytes_per_token(model.specs, dtype)
+    activations = _activations(model, config, dtype=dtype, length=length)
+    left = memory.after_loading(weight_bytes)
+    paged = paged_config(config)
+    plan = MemoryPlan(
+        name=name,
+        architecture=model.config.architecture,
+        device=str(config.device),
+        dtype=config.dtype.value,
+        free_bytes=memory.free,
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        activation_bytes=activations.total,
+        reserve_bytes=left.reserve,
+        cache="none" if config.no_kv_cache else "dense",
+        kv_bytes_per_token=kv_per_token,
+        kv_growth=DENSE_GROWTH,
+        num_blocks=0,
+        kv_bytes=0,
+        kv_reason="none: every token is computed again in every step",
+        max_model_len=length,
+        max_model_len_reason="user" if asked is not None else "model",
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    if config.no_kv_cache:
+        return plan
+    if paged is None:
+        return attrs.evolve(
+            plan,
+            kv_bytes=max(left.free - left.reserve - activations.total, 0),
+            kv_reason="at most: the cache of each sequence grows with it",
+        )
+    if paged.cache_type is not PagedCacheType.AUTO:
+        raise UnsupportedError(
+            f"cache_type ({paged.cache_type.value}) needs the FlashInfer backend on a CUDA device; "
+            "use PagedCacheType.AUTO"
+        )
+    size = choose_pool_size(
+        wanted=paged.gpu_memory,
+        block_size=paged.block_size,
+        bytes_per_token=kv_per_token,
+        max_num_seqs=config.max_num_seqs,
+        model_context=context,
+        max_model_len=asked,
+        activation_bytes=activations.total,
+        memory=left,
+    )
+    plan = attrs.evolve(
+        plan,
+        cache="paged",
+        kv_growth=paged.block_size,
+        num_blocks=size.num_blocks - 1,
+        kv_bytes=size.num_blocks * paged.block_size * kv_per_token,
+        kv_reason=size.reason,
+        max_model_len=size.max_model_len,
+    )
+    if size.max_model_len < length:
+        reason = f"limited by the KV cache (the model has {context})"
+        plan = attrs.evolve(plan, max_model_len_reason=reason)
+    return plan
+
+
+def paged_config(config: EngineConfig) -> PagedAttentionConfig | None:
+    """How the KV cache is paged; None if it is not."""
+    if config.no_kv_cache or config.paged_attn is None:
+        return None
+    return PagedAttentionConfig() if config.paged_attn == "auto" else config.paged_attn
+
+
+def plan_layers(
+    model: CausalLM,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    *,
+    dtype: torch.dtype,
+    devices: list[MapDevice],
+) -> DeviceMap:
+    """Where the layers would go by size over `devices`, the pool of `plan` divided over them.
+
+    Raises:
+        ModelLoadError: they do not fit.
+    """
+    layers = [
+        sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in model.model.layers
+    ]
+    activations = _activations(model, config, dtype=dtype, length=plan.max_model_len)
+    sizes = MapSizes(
+        layers=layers,
+        non_mapped=plan.weight_bytes - sum(layers),
+        activations_mapped=activations.mapped,
+        activations_non_mapped=activations.non_mapped,
+        kv_per_layer=plan.kv_bytes // len(layers) if plan.cache == "paged" else 0,
+        base_reserve=plan.reserve_bytes,
+    )
+    # What an integrated GPU may take was limited when its memory was read.
+    return map_layers(devices, sizes, paged=plan.cache == "paged", unified_fraction=1.0)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """What the device has now."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        memory = DeviceMemory(free=free, total=total, is_cpu=False)
+        integrated = torch.cuda.get_device_properties(device).is_integrated
+        return memory.limited_to(integrated_fraction(os.environ)) if integrated else memory
+    return DeviceMemory(free=available_memory(), total=physical_memory(), is_cpu=True)
+
+
+def integrated_fraction(environ: Mapping[str, str]) -> float:
+    """Share of the memory that an integrated GPU may take, from MISTRALRS_IGPU_MEMORY_FRACTION.
+
+    Raises:
+        ConfigError: the variable is no number above 0, at most 1.
+    """
+    text = environ.get(_FRACTION, "").strip()
+    if not text:
+        return UNIFIED_FRACTION
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"{_FRACTION} ({text!r}) must be a number above 0, at most 1, or unset")
+    return fraction
+
+
+def cuda_devices(first: torch.device, memory: DeviceMemory) -> list[MapDevice]:
+    """All CUDA devices, `first` first and by what is free there; of others all memory counts.
+
+    Asking another device what is free would take memory on it.
+    """
+    index = first.index or 0
+    others = [i for i in range(torch.cuda.device_count()) if i != index]
+    found = [(index, memory.free)]
+    found += [(i, torch.cuda.get_device_properties(i).total_memory) for i in others]
+    return [MapDevice(name=f"cuda:{i}", capacity=size) for i, size in found]
+
+
+def _activations(
+    model: CausalLM, config: EngineConfig, *, dtype: torch.dtype, length: int
+) -> Activations:
+    tokens = config.max_num_batched_tokens
+    if paged_config(config) is None:
+        tokens = max(tokens, length)  # unpaged, a prompt is not split
+    return estimate_activations(
+        model.config,
+        itemsize=dtype.itemsize,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=length,
+    )

@@ -1,0 +1,152 @@
+"""What a `Runner` is asked: the requests of the `mistralrs` package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from mistralrs_sdk.chat.messages import Message
+from mistralrs_sdk.errors import RequestError, UnsupportedError
+from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams, StopTokens
+from mistralrs_sdk.unsupported import unsupported
+
+
+@attrs.frozen(kw_only=True)
+class _SampledRequest:
+    """How the next token is chosen; what is None comes from the model's defaults, else is off."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    stop_seqs: str | Sequence[str] | None = None
+    n_choices: int = 1
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_sequence_breakers: Sequence[str] | None = None
+    ignore_eos: bool = False
+    grammar: Any = unsupported()
+    grammar_type: Any = unsupported()
+    tool_schemas: Any = unsupported()
+    tool_choice: Any = unsupported()
+
+    def __attrs_post_init__(self) -> None:
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        """The sampling settings in this package's words."""
+        stops = [self.stop_seqs] if isinstance(self.stop_seqs, str) else self.stop_seqs
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            stop_toks=StopTokens.Seqs(stops) if stops else None,
+            ignore_eos=self.ignore_eos,
+            max_len=self.max_tokens,
+            logits_bias=self.logit_bias,
+            n_choices=self.n_choices,
+            dry_params=self._dry_params(),
+        )
+
+    def _dry_params(self) -> DrySamplingParams | None:
+        details = {
+            "base": self.dry_base,
+            "allowed_length": self.dry_allowed_length,
+            "sequence_breakers": self.dry_sequence_breakers,
+        }
+        given = {name: value for name, value in details.items() if value is not None}
+        if self.dry_multiplier is not None:
+            return DrySamplingParams(multiplier=self.dry_multiplier, **given)
+        if given:
+            raise RequestError(
+                f"dry_{next(iter(given))} has no effect without dry_multiplier: set that as well"
+            )
+        return None
+
+
+@attrs.frozen
+class ChatCompletionRequest(_SampledRequest):
+    """A chat for `Runner.send_chat_completion_request`: `ChatCompletionRequest("Hi", stream=True)`.
+
+    Raises:
+        RequestError: a value is out of range.
+        UnsupportedError: a field asks for something this package does not do.
+    """
+
+    messages: str | Sequence[Message]
+    """OpenAI-shaped turns, or the text of one user turn."""
+    model: str = "default"
+    """The loaded model's id, or "default"."""
+    logprobs: bool = attrs.field(default=False, kw_only=True)
+    """Report the log probability of every generated token."""
+    top_logprobs: int | None = attrs.field(default=None, kw_only=True)
+    """Alternatives per token, 0 to 20; also turns `logprobs` on. Default 1 with `logprobs`."""
+    stream: bool = attrs.field(default=False, kw_only=True)
+    enable_thinking: bool | None = attrs.field(default=None, kw_only=True)
+    """Passed to the chat template; None leaves it to the template."""
+    truncate_sequence: bool = attrs.field(default=False, kw_only=True)
+    """Drop the start of a prompt that is too long, instead of refusing it."""
+    adapter: str | None = attrs.field(default=None, kw_only=True)
+    web_search_options: Any = unsupported()
+    reasoning_effort: Any = unsupported()
+    max_tool_rounds: Any = unsupported()
+    tool_dispatch_url: Any = unsupported()
+    enable_code_execution: Any = unsupported()
+    enable_shell: Any = unsupported()
+    shell_skills: Any = unsupported()
+    agent_permission: Any = unsupported()
+    agent_approval_callback: Any = unsupported()
+    code_execution_permission: Any = unsupported()
+    session_id: Any = unsupported()
+    files: Any = unsupported()
+    input_files: Any = unsupported()
+
+    def sampling_params(self) -> SamplingParams:
+        """The sampling settings in this package's words."""
+        alternatives = self.top_logprobs
+        if alternatives is None:
+            alternatives = 1 if self.logprobs else 0
+        return attrs.evolve(
+            super().sampling_params(), return_logprobs=self.logprobs, top_n_logprobs=alternatives
+        )
+
+
+@attrs.frozen
+class CompletionRequest(_SampledRequest):
+    """A raw prompt for `Runner.send_completion_request`: `CompletionRequest("Once", top_k=1)`.
+
+    Raises:
+        RequestError: a value is out of range.
+        UnsupportedError: a field asks for something this package does not do.
+    """
+
+    prompt: str
+    model: str = "default"
+    """The loaded model's id, or "default"."""
+    echo_prompt: bool = attrs.field(default=False, kw_only=True)
+    """Put the prompt before each text."""
+    best_of: int = attrs.field(default=1, kw_only=True)
+    """1; see `n_choices` for several answers."""
+    suffix: Any = unsupported()
+    truncate_sequence: Any = unsupported()
+    adapter: Any = unsupported()
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.best_of != 1:
+            raise UnsupportedError(
+                f"CompletionRequest(best_of={self.best_of!r}) is not supported: ask for "
+                "n_choices and choose among them"
+            )
