@@ -39,10 +39,10 @@ PRESETS = {
     ),
     # Fitted by step_cost.py: the demo model (135M, Q4_1 read as float32), two shared cores.
     "cpu": Preset(
-        cost=StepCost(step=81e-3, prompt_token=5.9e-3, decode=11.5e-3, context_token=23e-6),
+        cost=StepCost(step=52e-3, prompt_token=1.5e-3, decode=2.8e-3, context_token=5.6e-6),
         settings=Settings(max_prefill_chunk_tokens=None),  # does not apply on a CPU
         traffic=Traffic(
-            requests=500, rate=0.25, prompt_tokens=60, output_tokens=60, system_tokens=200
+            requests=1000, rate=0.8, prompt_tokens=60, output_tokens=60, system_tokens=200
         ),
     ),
 }

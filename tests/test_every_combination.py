@@ -1,4 +1,4 @@
-"""Greedy tokens equal Hugging Face's under every combination of cache, chunk, pool, prefix cache."""
+"""Greedy tokens equal Hugging Face's under every combination of cache, chunk and pool."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from mistralrs_sdk.engine.metrics import OVER_TOTAL_CAPACITY, EngineMetrics, MetricsRecorder
 from mistralrs_sdk.engine.request import FinishReason, Request, RequestOutput, SampledToken
@@ -40,6 +40,8 @@ class EngineScheduler(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def num_evictions(self) -> int: ...
     def add(self, sequence: EngineSequence) -> None: ...
     def end(
         self, sequences: Iterable[EngineSequence], reason: FinishReason, error: str | None = None
@@ -168,11 +170,10 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Return what runs right now and what was counted since the engine was made."""
-        pool: Any = getattr(self.scheduler, "pool", self.scheduler)  # who keeps the prefixes
         return self._metrics.snapshot(
             self.scheduler.stats(),
             capacity=self.scheduler.config.max_num_seqs,
-            evictions=pool.num_evictions,
+            evictions=self.scheduler.num_evictions,
         )
 
     def _run(self, scheduled: Sequence[Scheduled]) -> Sequence[SampledToken | None]:

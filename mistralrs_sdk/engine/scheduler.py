@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, islice
+from operator import attrgetter
 
 import attrs
 
@@ -87,6 +88,9 @@ class SchedulerStats:
     prefix_hits: int
 
 
+_rank = attrgetter("rank")
+
+
 class Scheduler:
     """Continuous batching over a block pool.
 
@@ -120,6 +124,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached prefix blocks that were given to others so far."""
+        return self.pool.num_evictions
 
     def add(self, sequence: Sequence) -> None:
         salt = sequence.request.cache_salt
@@ -372,6 +381,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Own a block for every token of the sequence."""
+        if len(sequence.tokens) <= len(sequence.blocks) * self.pool.block_size:
+            return True
         missing = self.pool.blocks_for(len(sequence)) - len(sequence.blocks)
         if missing > self.pool.num_free:
             return False
@@ -410,16 +421,10 @@ class Scheduler:
         sequence.blocks = []
 
     def _cache_full_blocks(self, sequence: Sequence) -> None:
-        if not self._uses_prefixes(sequence):
-            return
         full = sequence.num_computed_tokens // self.pool.block_size
-        if full <= sequence.num_cached_blocks:
+        if full <= sequence.num_cached_blocks or not self._uses_prefixes(sequence):
             return
         hashes = extend_block_hashes(sequence, num_blocks=full, block_size=self.pool.block_size)
         for i in range(sequence.num_cached_blocks, full):
             self.pool.register(sequence.blocks[i], hashes[i])
         sequence.num_cached_blocks = full
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank

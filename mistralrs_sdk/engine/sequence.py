@@ -50,8 +50,13 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    rank: tuple[int, int] = attrs.field(init=False)
+    """The order in which sequences are served: priority, then arrival."""
     scheduled_at: float | None = None
     first_token_at: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self.rank = (self.request.priority, self.id)
 
     @classmethod
     def from_request(
@@ -75,11 +80,6 @@ class Sequence:
         )
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """The order in which sequences are served: priority, then arrival."""
-        return self.request.priority, self.id
-
-    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_ids)
 
@@ -96,7 +96,9 @@ class Sequence:
         self.tokens.append(token)
         if token in self.request.stop_ids:
             self.finish("stop")
-        elif self.num_generated >= self.request.max_tokens or len(self) >= max_model_len:
+            return
+        longest = len(self.request.prompt_ids) + self.request.max_tokens
+        if len(self.tokens) >= min(longest, max_model_len):
             self.finish("length")
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
