@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         ChatCompletionResponse,
         Choice,
         ChunkChoice,
+        CompletionChoice,
+        CompletionResponse,
         Delta,
         Logprobs,
         ResponseLogprob,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
         PagedCacheType,
         TokenSource,
     )
+    from mistralrs_sdk.engine.metrics import EngineMetrics
+    from mistralrs_sdk.engine.scheduler import SchedulerStats
     from mistralrs_sdk.errors import (
         ConfigError,
         EngineClosedError,
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StopTokens,
     )
+    from mistralrs_sdk.stream import ChatStream
     from mistralrs_sdk.which import Architecture, Which
 
 _HOME = {
@@ -71,15 +76,19 @@ _HOME = {
     "ChatCompletionChunkResponse": "chat.responses",
     "ChatCompletionRequest": "runner_requests",
     "ChatCompletionResponse": "chat.responses",
+    "ChatStream": "stream",
     "Choice": "chat.responses",
     "ChunkChoice": "chat.responses",
+    "CompletionChoice": "chat.responses",
     "CompletionRequest": "runner_requests",
+    "CompletionResponse": "chat.responses",
     "ConfigError": "errors",
     "Delta": "chat.responses",
     "DrySamplingParams": "sampling_params",
     "EngineClosedError": "errors",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
+    "EngineMetrics": "engine.metrics",
     "GgufModelBuilder": "builder",
     "InferenceError": "errors",
     "Logprobs": "chat.responses",
@@ -100,6 +109,7 @@ _HOME = {
     "ResponseMessage": "chat.responses",
     "Runner": "runner",
     "SamplingParams": "sampling_params",
+    "SchedulerStats": "engine.scheduler",
     "StopTokens": "sampling_params",
     "TextMessageRole": "chat.messages",
     "TextMessages": "chat.messages",
@@ -116,15 +126,19 @@ __all__ = [
     "ChatCompletionChunkResponse",
     "ChatCompletionRequest",
     "ChatCompletionResponse",
+    "ChatStream",
     "Choice",
     "ChunkChoice",
+    "CompletionChoice",
     "CompletionRequest",
+    "CompletionResponse",
     "ConfigError",
     "Delta",
     "DrySamplingParams",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
+    "EngineMetrics",
     "GgufModelBuilder",
     "InferenceError",
     "Logprobs",
@@ -145,6 +159,7 @@ __all__ = [
     "ResponseMessage",
     "Runner",
     "SamplingParams",
+    "SchedulerStats",
     "StopTokens",
     "TextMessageRole",
     "TextMessages",

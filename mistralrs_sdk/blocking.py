@@ -19,6 +19,7 @@ from mistralrs_sdk.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mistralrs_sdk.builder import ModelBuilder
+    from mistralrs_sdk.engine.metrics import EngineMetrics
     from mistralrs_sdk.stream import ChatStream
 
 T = TypeVar("T")
@@ -98,6 +99,10 @@ class BlockingModel:
     def max_sequence_length(self) -> int:
         """Return the longest prompt plus completion, in tokens."""
         return self._model.max_sequence_length()
+
+    def metrics(self) -> EngineMetrics:
+        """Return what runs right now and what was counted since the model was loaded."""
+        return self._loop.run(self._model.metrics())
 
     def describe(self) -> str:
         """Return every resolved setting and where it came from."""

@@ -164,17 +164,19 @@ class Scheduler:
 
         None stands for a sequence that drew nothing: a prompt chunk, or one that failed meanwhile.
         """
+        # Looking a member up on the enum for each sequence would cost a third of the pass.
+        decode, finished, limit = Status.DECODE, Status.FINISHED, self.config.max_model_len
         for item, token in zip(output.scheduled, tokens, strict=True):
             sequence = item.sequence
-            if sequence.status is Status.FINISHED:
+            if sequence.status is finished:
                 continue
             self._num_computed_tokens += item.num_tokens
             sequence.num_computed_tokens += item.num_tokens
             self._cache_full_blocks(sequence)
             if token is not None:
-                sequence.status = Status.DECODE
-                sequence.append(token, max_model_len=self.config.max_model_len)
-                if sequence.status is Status.FINISHED:
+                sequence.status = decode
+                sequence.append(token, max_model_len=limit)
+                if sequence.status is finished:
                     self._leave(sequence)
 
     def clear_prefix_cache(self) -> None:
@@ -203,7 +205,7 @@ class Scheduler:
     # Which kind of pass
 
     def _decode_is_due(self) -> bool:
-        decoding = sum(s.status is Status.DECODE for s in self.running)
+        decoding = self._num_decoding()
         if not decoding:
             return False
         steps = self._decode_steps_since_prefill
@@ -299,7 +301,8 @@ class Scheduler:
 
     def _num_decoding(self) -> int:
         """Running decodes; admission leaves each a block, so that none is preempted at once."""
-        return sum(s.status is Status.DECODE for s in self.running)
+        decode = Status.DECODE
+        return len([s for s in self.running if s.status is decode])
 
     def _take_blocks(self, sequence: Sequence, *, spare: int) -> bool:
         hits = self._find_prefix(sequence)
@@ -363,7 +366,8 @@ class Scheduler:
         return self._rotate(ready, limit=self.config.max_num_batched_tokens)
 
     def _decoders(self) -> list[Sequence]:
-        return sorted((s for s in self.running if s.status is Status.DECODE), key=_rank)
+        decode = Status.DECODE
+        return sorted([s for s in self.running if s.status is decode], key=_rank)
 
     def _younger_prompt(self, sequence: Sequence) -> Sequence:
         """Return the youngest running prompt that came after `sequence`, else the sequence."""
