@@ -264,7 +264,11 @@ class TokenSource:
             if not token:
                 raise ConfigError(f"the token file {self.value} is empty")
             return token
-        return None if self.kind == "cache" else False
+        if self.kind == "none":
+            return False
+        if os.environ.get("HF_TOKEN") or os.environ.get(_HUB_TOKEN_VARIABLE):
+            return None  # huggingface_hub reads these itself
+        return os.environ.get("HF_HUB_TOKEN", "").strip() or None
 
 
 def _text(value: Any) -> Any:

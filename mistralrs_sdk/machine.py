@@ -22,6 +22,13 @@ def read_text(path: str) -> str | None:
         return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; torch's CPU allocator has no type for it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "memory" in str(error)
+
+
 def allowed_cpus() -> Collection[int]:
     """The logical CPUs this process may run on."""
     if hasattr(os, "sched_getaffinity"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import attrs
 import pytest
 
 from mistralrs_sdk import ModelBuilder
@@ -42,6 +43,26 @@ async def test_the_same_tokens(cache, chunk, pool, prefix_cache):
     oracle = [expected(NAME, tuple(ids), COUNT) for ids in PROMPTS]
     builder = builder_for(cache, pool=pool).with_prefix_cache_n(prefix_cache)
     async with await builder.with_max_num_batched_tokens(max(chunk, 4)).build() as model:
+        for _ in range(2):
+            results = await asyncio.gather(*(continue_ids(model, ids, COUNT) for ids in PROMPTS))
+            assert results == oracle
+        await assert_idle(model)
+
+
+@pytest.mark.parametrize("prefix_cache", [16, None], ids=["prefix", "no-prefix"])
+@pytest.mark.parametrize("pool", ["ample", "starving"])
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+async def test_the_same_tokens_under_the_chunk_limit(chunk, pool, prefix_cache):
+    """The quantum that accelerators schedule by, set here by hand: a CPU does not use it."""
+    oracle = [expected(NAME, tuple(ids), COUNT) for ids in PROMPTS]
+    builder = builder_for("paged", pool=pool).with_prefix_cache_n(prefix_cache)
+
+    def limit_chunks(engine) -> None:
+        scheduler = engine.scheduler
+        scheduler.config = attrs.evolve(scheduler.config, max_prefill_chunk_tokens=chunk)
+
+    async with await builder.build() as model:
+        await model._thread.call(limit_chunks)
         for _ in range(2):
             results = await asyncio.gather(*(continue_ids(model, ids, COUNT) for ids in PROMPTS))
             assert results == oracle

@@ -413,3 +413,35 @@ async def test_salts_keep_prefixes_apart_and_opting_out_leaves_nothing(model):
     assert await cached(with_prefix_cache=False) == 0
     await model.clear_prefix_cache()
     assert await cached() == 0
+
+
+async def test_a_shared_prefix_is_computed_once(model):
+    """Sixteen requests at once behind one long prefix: each computes little but its own end."""
+    shared = prompt(300, seed=77)
+    prompts = [[*shared, *prompt(4, seed=300 + i)] for i in range(16)]
+    before = (await model.stats()).computed_tokens
+    await asyncio.gather(*(continue_ids(model, ids, 1) for ids in prompts))
+    stats = await model.stats()
+    assert stats.computed_tokens - before < 304 + 15 * (4 + 8)
+    assert stats.prefix_hits == 15
+
+
+async def test_the_second_request_with_a_prefix_computes_less_than_a_fifth(model):
+    """What decides the time to its first token."""
+    shared = prompt(300, seed=78)
+    counts = []
+    for i in range(2):
+        before = (await model.stats()).computed_tokens
+        await continue_ids(model, [*shared, *prompt(10, seed=i)], 1)
+        counts.append((await model.stats()).computed_tokens - before)
+    assert counts[1] < counts[0] / 5
+
+
+async def test_requests_that_come_at_once_cannot_overfill_the_queue():
+    """Fifty in one gather, three allowed: forty-seven are refused."""
+    builder = tiny_builder().with_max_num_seqs(1).with_max_queue(2)
+    async with await builder.build() as model:
+        request = endless().set_sampler_max_len(4)
+        calls = (model.send_chat_request(request) for _ in range(50))
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(outcome, QueueFullError) for outcome in outcomes) == 47

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mistralrs_sdk.attention.backend import AttentionSpec
+from mistralrs_sdk.machine import is_out_of_memory
 
 DENSE_GROWTH = 512
 """Tokens by which a dense cache grows."""
@@ -157,7 +158,9 @@ class DenseKVCache:
         """
         try:
             kept = self._allocate(1, length)
-        except torch.OutOfMemoryError:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             return None
         kept.copy_row(0, *self._places[sequence_id], tokens=length)
         return kept
@@ -193,7 +196,11 @@ class DenseKVCache:
             self._places[last] = (batch, row)
         del batch.members[count:]
         if 2 * count <= batch.num_rows:
-            batch.resize(count, batch.capacity)
+            try:
+                batch.resize(count, batch.capacity)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise  # else there is no room for the smaller copy: the large one stays
 
     def _batch_of(self, ids: Sequence[int]) -> DenseBatch | None:
         """The batch whose members are exactly these sequences."""

@@ -19,6 +19,9 @@ from mistralrs_sdk.engine.sequence import Sequence, Status
 from mistralrs_sdk.engine.waiting_queue import WaitingQueue
 from mistralrs_sdk.engine.whole_prefix_cache import WholePrefixCache
 
+LEAST_USEFUL_PREFIX = 16
+"""Shorter shared beginnings are computed anew, unless they are half of the prompt."""
+
 
 class SequenceCaches(Protocol):
     """What the scheduler needs of the store that holds a cache per sequence."""
@@ -91,7 +94,7 @@ class DefaultScheduler:
             was_waiting = sequence.status is Status.WAITING
             sequence.finish(reason, error)
             if was_waiting:
-                self.waiting.count_ended(sequence)
+                self.waiting.remove(sequence)
             else:
                 running.append(sequence)
         self._leave(running)
@@ -180,9 +183,10 @@ class DefaultScheduler:
             return 0
         kept, shared = found
         usable = min(shared, len(sequence) - 1)  # the last token runs again: its logits are needed
-        if usable:
-            self._caches.start_from(sequence.id, kept)
-            self._num_hits += 1
+        if not usable or usable < min(LEAST_USEFUL_PREFIX, len(sequence) // 2):
+            return 0
+        self._caches.start_from(sequence.id, kept)
+        self._num_hits += 1
         return usable
 
     def _priority(self, bucket: list[Sequence]) -> float:

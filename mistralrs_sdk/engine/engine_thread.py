@@ -211,9 +211,12 @@ class EngineThread:
         self._check_usable()
         self._check_queue(request)
         await self._places.acquire()
-        if self._ended is not None:
+        try:  # again: others may have come while this one waited
+            self._check_usable()
+            self._check_queue(request)
+        except MistralRsError:
             self._places.release()
-            raise _again(self._ended)
+            raise
         stream = self._streams[request.id] = RequestStream(self, request)
         self._inbox.put(_Add(request))
         return stream

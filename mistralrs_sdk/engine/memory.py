@@ -187,6 +187,8 @@ def _activations(
     model: CausalLM, config: EngineConfig, *, dtype: torch.dtype, length: int
 ) -> Activations:
     tokens = config.max_num_batched_tokens
+    if config.device != "cpu":  # prompts are cut into chunks there, and decodes ride along
+        tokens = min(tokens, config.max_prefill_chunk_tokens + config.max_num_seqs)
     if paged_config(config) is None:
         tokens = max(tokens, length)  # unpaged, a prompt is not split
     return estimate_activations(

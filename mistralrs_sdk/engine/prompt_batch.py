@@ -16,7 +16,11 @@ PROMPT_BUCKET = 256
 
 @attrs.frozen(kw_only=True)
 class BatchRules:
-    """What a model and its backend can take in one forward. The defaults fit ragged batches."""
+    """What a model and its backend can take in one forward.
+
+    The defaults fit every model and backend there is today; the rest is for adapters that need the
+    whole prompt, models with recurrent state and backends without ragged batches.
+    """
 
     uniform_prompts: bool = False
     """Prompts of one pass must start at the same token and be equally long."""

@@ -19,11 +19,8 @@ from mistralrs_sdk.engine.waiting_queue import WaitingQueue
 MAX_FAILED_ADMISSIONS = 64
 """Passes the front of the queue waits for blocks before running sequences are preempted for it."""
 
-MAX_OVERTAKES = 16
-"""How many later sequences may be admitted before a front that waits for blocks."""
-
 OVERTAKE_WINDOW = 8
-"""How far behind such a front smaller sequences are looked for."""
+"""How far behind a front that must wait others are looked for."""
 
 
 @attrs.frozen(kw_only=True)
@@ -39,6 +36,8 @@ class SchedulerConfig:
     prefix_caching: bool = True
     mixed_batches: bool = True
     """Running decodes ride along in prefill passes."""
+    max_overtakes: int = 16
+    """How many later sequences may be admitted before a front that waits for blocks."""
     preempt_for_waiting: bool = True
     """Whether a front that waited too long may take running sequences' blocks."""
     rules: BatchRules = attrs.field(factory=BatchRules)
@@ -96,9 +95,9 @@ class Scheduler:
 
     Each pass is a decode pass (one token for every running sequence) or a prefill pass (chunks of
     prompts, with the running decodes riding along). Sequences are admitted by priority, then in
-    order; only where the front waits for blocks may a few smaller ones go before it. Who runs out
-    of blocks preempts the youngest, which goes back to the front of the queue and recomputes what
-    the prefix cache has lost.
+    order; only where the front must wait, for blocks or for a prefix that a running prompt is
+    about to leave, may a few others go before it. Who runs out of blocks preempts the youngest,
+    which goes back to its place in the queue and recomputes what the prefix cache has lost.
 
     `identity` names what besides the tokens decides keys and values, the model for one: prefixes
     are shared only under the same identity.
@@ -111,6 +110,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._identity = identity
         self._root = root_hash(**identity)
+        self._computing: dict[bytes, int] = {}
+        """The blocks that running prompts will leave in the prefix cache, and whose they are."""
         self._decode_steps_since_prefill = 0
         self._decode_cursor = 0
         self._next_prompt_id: int | None = None
@@ -143,7 +144,7 @@ class Scheduler:
             was_waiting = sequence.status is Status.WAITING
             sequence.finish(reason, error)
             if was_waiting:
-                self.waiting.count_ended(sequence)
+                self.waiting.remove(sequence)
             else:
                 self._leave(sequence)
 
@@ -254,7 +255,7 @@ class Scheduler:
             front = self.waiting.front
             if self.pool.blocks_for(len(front)) > self.pool.num_usable:
                 self._reject(front)
-            elif self._place(front, candidates):
+            elif not self._is_being_computed(front) and self._place(front, candidates):
                 self._enter(front, candidates)
             else:
                 self._overtake(front, candidates)
@@ -272,43 +273,61 @@ class Scheduler:
         sequence.status = Status.PREFILL
         self.running.append(sequence)
         candidates.append(sequence)
+        if self._uses_prefixes(sequence):
+            for block_hash in self._prefix_hashes(sequence)[sequence.num_cached_blocks :]:
+                self._computing.setdefault(block_hash, sequence.id)
 
     def _place(self, front: Sequence, candidates: list[Sequence]) -> bool:
         """Give `front` blocks for all its tokens, or count the failure."""
-        if self._take_blocks(front, spare=self._num_decoding()):
+        if self._take_blocks(front):
             return True
         front.failed_admissions += 1
         if front.failed_admissions <= MAX_FAILED_ADMISSIONS or not self.config.preempt_for_waiting:
             return False
-        while self.running:
-            victim = self.running[-1]
+        priority = front.request.priority
+        while victims := [s for s in self.running if s.request.priority >= priority]:
+            victim = max(victims, key=_rank)
             if victim in candidates:
                 candidates.remove(victim)
-            self._preempt(victim, behind=front)
-            if self._take_blocks(front, spare=0):
+            self._preempt(victim)
+            if self._take_blocks(front):
                 return True
         return False
 
     def _overtake(self, front: Sequence, candidates: list[Sequence]) -> None:
-        """Admit smaller sequences before a front that waits for blocks, but not for ever."""
+        """Admit others before a front that waits for blocks or for its prefix, but not for ever."""
+        if front.times_overtaken >= self.config.max_overtakes:
+            return
         for sequence in list(islice(self.waiting, 1, 1 + OVERTAKE_WINDOW)):
-            if front.times_overtaken >= MAX_OVERTAKES or not self._has_place(candidates):
+            if not self._has_place(candidates):
                 return
-            fits = self.pool.blocks_for(len(sequence)) < self.pool.blocks_for(len(front))
-            if fits and self._take_blocks(sequence, spare=self._num_decoding()):
-                front.times_overtaken += 1
-                self._enter(sequence, candidates)
+            if self._is_being_computed(sequence) or not self._take_blocks(sequence):
+                continue
+            self._enter(sequence, candidates)
+            front.times_overtaken += 1
+            if front.times_overtaken >= self.config.max_overtakes:
+                return
 
     def _num_decoding(self) -> int:
-        """Running decodes; admission leaves each a block, so that none is preempted at once."""
         decode = Status.DECODE
         return len([s for s in self.running if s.status is decode])
 
-    def _take_blocks(self, sequence: Sequence, *, spare: int) -> bool:
-        hits = self._find_prefix(sequence)
-        needed = self.pool.blocks_for(len(sequence)) - len(hits)
-        if needed + self.pool.count_free(hits) + spare > self.pool.num_free:
+    def _is_being_computed(self, sequence: Sequence) -> bool:
+        """Whether a running prompt computes the next block that the sequence could share."""
+        if not self._computing or not self._uses_prefixes(sequence):
             return False
+        hashes = self._prefix_hashes(sequence)
+        known = len(self.pool.find_prefix(hashes))
+        return known < len(hashes) and hashes[known] in self._computing
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Give a sequence blocks for all its tokens, if everybody can then reach its next block."""
+        hits = self._find_prefix(sequence)
+        length = len(sequence)
+        needed = self.pool.blocks_for(length + 1 if self.running else length) - len(hits)
+        if needed + self.pool.count_free(hits) + len(self.running) > self.pool.num_free:
+            return False
+        needed = self.pool.blocks_for(length) - len(hits)
         self.pool.share(hits)
         sequence.blocks = hits + self.pool.allocate(needed)
         sequence.num_computed_tokens = len(hits) * self.pool.block_size
@@ -316,23 +335,25 @@ class Scheduler:
         sequence.failed_admissions = 0
         if sequence.cached_tokens is None:  # counted once in a sequence's life
             sequence.cached_tokens = sequence.num_computed_tokens
-            self._num_lookups += 1
+            self._num_lookups += self._uses_prefixes(sequence)
             self._num_hits += bool(hits)
         return True
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         if not self._uses_prefixes(sequence):
             return []
-        # At least the last token runs again: its logits are needed.
-        num_blocks = (len(sequence) - 1) // self.pool.block_size
-        hashes = extend_block_hashes(
-            sequence, num_blocks=num_blocks, block_size=self.pool.block_size
-        )
-        hits = self.pool.find_prefix(hashes)
+        hits = self.pool.find_prefix(self._prefix_hashes(sequence))
         for first, last in reversed(sequence.request.unsplittable):
             if first < len(hits) * self.pool.block_size < last:
                 hits = hits[: first // self.pool.block_size]
         return hits
+
+    def _prefix_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hash the blocks a prefix may cover: not the last token, whose logits are needed."""
+        size = self.pool.block_size
+        return extend_block_hashes(
+            sequence, num_blocks=(len(sequence) - 1) // size, block_size=size
+        )
 
     def _uses_prefixes(self, sequence: Sequence) -> bool:
         request = sequence.request
@@ -395,14 +416,14 @@ class Scheduler:
 
     # Leaving
 
-    def _preempt(self, sequence: Sequence, *, behind: Sequence | None = None) -> None:
-        """Send a running sequence to the front of the queue, or right behind one that is there."""
+    def _preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue, to its place near the front."""
         self._release(sequence)
         self.running.remove(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
-        self.waiting.appendleft(sequence, behind=behind)
+        self.waiting.put_back(sequence)
         self._preempted.append(sequence)
         self._num_preemptions += 1
 
@@ -421,6 +442,9 @@ class Scheduler:
         self.running.remove(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        for block_hash in sequence.block_hashes[sequence.num_cached_blocks :]:
+            if self._computing.get(block_hash) == sequence.id:
+                del self._computing[block_hash]
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
@@ -431,4 +455,5 @@ class Scheduler:
         hashes = extend_block_hashes(sequence, num_blocks=full, block_size=self.pool.block_size)
         for i in range(sequence.num_cached_blocks, full):
             self.pool.register(sequence.blocks[i], hashes[i])
+            self._computing.pop(hashes[i], None)
         sequence.num_cached_blocks = full

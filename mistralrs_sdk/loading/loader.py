@@ -21,7 +21,7 @@ from mistralrs_sdk.loading.json_file import read_json
 from mistralrs_sdk.loading.progress import progress_of
 from mistralrs_sdk.loading.safetensors import open_folder
 from mistralrs_sdk.loading.tokenizer import load_tokenizer, with_tokenizer
-from mistralrs_sdk.machine import available_memory, physical_memory
+from mistralrs_sdk.machine import available_memory, is_out_of_memory, physical_memory
 from mistralrs_sdk.models import build_model, read_config
 from mistralrs_sdk.models.config import ModelConfig
 from mistralrs_sdk.models.decoder import CausalLM
@@ -152,8 +152,8 @@ def load_model(
                 )
                 _set_parameter(model, name, value)
                 advance(value.numel() * dtype.itemsize)
-    except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         too_large = _too_large(checkpoint, needed, free, dtype=dtype, device=device)
         raise ModelLoadError(too_large) from error
