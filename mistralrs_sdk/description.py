@@ -51,7 +51,7 @@ def _setting_rows(info: EngineInfo) -> Iterator[tuple[str, str, str]]:
         yield field.name, str(getattr(value, "value", value)), origin
     if info.cpu_affinity is not None:
         yield "cpu affinity", format_cpulist(info.cpu_affinity), info.origins["cpu_affinity"]
-    yield "attention", info.attention, "automatic"
+    yield "attention", info.attention, info.origins.get("attention", "automatic")
     paged = info.config.paged_attn
     if info.config.no_kv_cache:
         yield "KV cache", "none", "user"

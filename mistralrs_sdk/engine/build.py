@@ -12,9 +12,11 @@ import attrs
 import torch
 
 from mistralrs_sdk.attention.backend import AttentionBackend
+from mistralrs_sdk.attention.cpu import CpuBackend
 from mistralrs_sdk.attention.dense import DenseSdpaBackend
 from mistralrs_sdk.attention.kv_cache import DenseKVCache, PagedKVCache, bytes_per_token
 from mistralrs_sdk.attention.sdpa import SdpaBackend, UncachedSdpaBackend
+from mistralrs_sdk.attention.select import select_backend
 from mistralrs_sdk.config import (
     EngineConfig,
     MemoryGpuConfig,
@@ -37,6 +39,7 @@ from mistralrs_sdk.engine.model_runner import ModelRunner
 from mistralrs_sdk.engine.pool_size import KNOBS
 from mistralrs_sdk.engine.scheduler import Scheduler, SchedulerConfig
 from mistralrs_sdk.errors import ConfigError, ModelLoadError
+from mistralrs_sdk.kernels import native
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.loader import (
     check_weights_fit,
@@ -306,7 +309,20 @@ def _choose_cache(
         BlockPool(plan.num_blocks + 1, plan.block_size),
         model=next(_model_uids),
     )
-    return resolved, scheduler, SdpaBackend(cache)
+    return resolved, scheduler, _choose_backend(cache, config, origins)
+
+
+def _choose_backend(
+    cache: PagedKVCache, config: EngineConfig, origins: dict[str, str]
+) -> CpuBackend | SdpaBackend:
+    on_cpu = cache.device.type == "cpu"  # asking for native kernels may compile them
+    choice = select_backend(
+        device=cache.device.type,
+        dtype=config.dtype.value,
+        native=native.reason() if on_cpu and not native.available() else None,
+    )
+    origins["attention"] = "; not ".join(("automatic", *choice.reasons))
+    return CpuBackend(cache) if choice.name == "CpuBackend" else SdpaBackend(cache)
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:

@@ -1,0 +1,1 @@
+"""Native CPU kernels, compiled at first use, and their pure-torch references."""

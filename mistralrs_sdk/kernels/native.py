@@ -1,0 +1,244 @@
+"""The library of native kernels: compiled for this CPU at first use, kept in the user's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+
+from mistralrs_sdk.errors import ConfigError
+from mistralrs_sdk.machine import read_text
+
+logger = logging.getLogger("mistralrs_sdk.kernels")
+
+SWITCH = "MISTRALRS_NATIVE_KERNELS"
+COMPILERS = ("g++", "clang++", "c++")
+"""Tried in this order where CXX names none."""
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-ffp-contract=off",  # the same rounding in every loop: a row must not depend on its neighbours
+    "-shared",
+    "-fPIC",
+    "-w",
+)
+
+_ON = ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
+_SOURCES = Path(__file__).parent / "src"
+_COMPILE_SECONDS = 300
+_RATHER = "matrix products fall back on torch, which is slower and needs more memory"
+
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_SIGNATURES = {
+    "mistralrs_instructions": ((), ctypes.c_char_p),
+    "mistralrs_linear": (
+        (_INT, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
+        _INT,
+    ),
+    "mistralrs_embedding_rows": ((_INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT), _INT),
+}
+
+
+class NativeError(Exception):
+    """The library cannot be built or loaded; the message says why and what helps."""
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """The library, or the reason for not having it."""
+
+    library: ctypes.CDLL | None
+    reason: str
+    """Which instructions it uses, or why it is missing, in words."""
+
+
+def available() -> bool:
+    """Whether the native kernels can be used; the first call compiles or loads them."""
+    return outcome().library is not None
+
+
+def reason() -> str:
+    """What the kernels were compiled for, or why there are none, for `describe()`."""
+    return outcome().reason
+
+
+def library() -> ctypes.CDLL | None:
+    """The loaded library, None if there is none."""
+    return outcome().library
+
+
+@functools.cache
+def outcome() -> Outcome:
+    """Build and load the library once per process; a failure is one warning, and no error.
+
+    Raises: ConfigError if MISTRALRS_NATIVE_KERNELS is neither on nor off.
+    """
+    if not switched_on(os.environ):
+        return Outcome(library=None, reason=f"switched off by {SWITCH}={os.environ[SWITCH]}")
+    try:
+        found = load(build())
+    except NativeError as error:
+        logger.warning("No native kernels: %s. Without them %s.", error, _RATHER)
+        return Outcome(library=None, reason=str(error))
+    return Outcome(library=found, reason=found.mistralrs_instructions().decode())
+
+
+def switched_on(environ: Mapping[str, str]) -> bool:
+    """What MISTRALRS_NATIVE_KERNELS says; on if it is unset or blank.
+
+    Raises: ConfigError for a value that is neither on nor off.
+    """
+    text = environ.get(SWITCH, "").strip().lower()
+    if text and text not in _ON + _OFF:
+        raise ConfigError(
+            f"{SWITCH} ({environ[SWITCH]!r}) must be one of {', '.join(_ON + _OFF)}; "
+            "unset it for the native kernels where there is a compiler"
+        )
+    return text not in _OFF
+
+
+def build(
+    flags: Sequence[str] = FLAGS, *, sources: str = "*.cpp", folder: Path | None = None
+) -> Path:
+    """Compile the library unless the cache has it, and return its file.
+
+    `sources` is a pattern of file names. `folder` (default: the user's cache) gets one folder per
+    source text, flags, compiler and CPU. Two processes may build at once: each compiles under a
+    name of its own, then renames.
+
+    Raises: NativeError without a compiler, if it fails, or if the cache cannot be written.
+    """
+    compiler = find_compiler(os.environ)
+    files = sorted(_SOURCES.glob(sources))
+    place = (folder or cache_folder(os.environ)) / _key(compiler, flags, files=files)
+    target = place / "kernels.so"
+    if target.is_file():
+        return target
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=place, suffix=".so.part")
+        os.close(number)
+    except OSError as error:
+        raise NativeError(
+            f"the folder for the compiled kernels cannot be written ({error}): set XDG_CACHE_HOME "
+            "to one that can"
+        ) from error
+    part = Path(name)
+    logger.info("Compiling the native kernels into %s", target)
+    try:
+        _run([compiler, *flags, *map(str, files), "-o", str(part)])
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+def load(file: Path) -> ctypes.CDLL:
+    """Load a built library and declare its functions.
+
+    torch was imported above, so that the library's OpenMP symbols bind to the runtime torch brings.
+
+    Raises: NativeError if it cannot be loaded, or brings a second OpenMP runtime into the process:
+    two thread pools that fight for the cores make everything slower.
+    """
+    before = _openmp_runtimes()
+    try:
+        found = ctypes.CDLL(str(file))
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = arguments, result
+    except (OSError, AttributeError) as error:
+        raise NativeError(
+            f"{file} cannot be loaded ({error}): delete it to build it anew"
+        ) from error
+    added = _openmp_runtimes() - before
+    if before and added:
+        raise NativeError(
+            f"the compiler's OpenMP runtime ({', '.join(sorted(added))}) is not the one of torch "
+            f"{torch.__version__} ({', '.join(sorted(before))}): set CXX to a compiler that uses "
+            "the same, such as g++"
+        )
+    return found
+
+
+def find_compiler(environ: Mapping[str, str]) -> str:
+    """The C++ compiler: what CXX names, else the first of COMPILERS on the PATH.
+
+    Raises: NativeError if there is none.
+    """
+    wanted = environ.get("CXX", "").strip()
+    path = environ.get("PATH", "")
+    for name in (wanted,) if wanted else COMPILERS:
+        found = shutil.which(name, path=path)
+        if found is not None:
+            return found
+    tried = f"CXX ({wanted})" if wanted else ", ".join(COMPILERS)
+    raise NativeError(
+        f"no C++ compiler ({tried} not found): install one (on Debian: apt install g++) or set CXX"
+    )
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where compiled kernels are kept: under XDG_CACHE_HOME, else under ~/.cache."""
+    root = environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(root) if root else Path("~/.cache").expanduser()) / "mistralrs_sdk" / "kernels"
+
+
+def _key(compiler: str, flags: Sequence[str], *, files: Sequence[Path]) -> str:
+    """A name for what the result of compiling depends on."""
+    parts = [_run([compiler, "--version"]), *flags, platform.machine(), _cpu()]
+    for file in (*files, *sorted(_SOURCES.glob("*.h"))):
+        parts += [file.name, file.read_text(encoding="utf-8")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _cpu() -> str:
+    """Model and features of the CPU: `-march=native` depends on them."""
+    first = (read_text("/proc/cpuinfo") or "").partition("\n\n")[0]
+    wanted = ("model", "model name", "flags", "Features", "CPU part")
+    lines = [line for line in first.splitlines() if line.partition(":")[0].strip() in wanted]
+    return "\n".join(lines) or platform.processor()
+
+
+def _run(command: Sequence[str]) -> str:
+    """What a compiler prints; NativeError with its last words if it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMPILE_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"the compiler {command[0]} does not run ({error}): set CXX") from error
+    if done.returncode:
+        words = done.stderr.strip()[-500:] or "it says nothing"
+        raise NativeError(
+            f"the compiler {command[0]} failed with status {done.returncode} ({words}): set CXX to "
+            "one that knows C++17 and OpenMP"
+        )
+    return done.stdout
+
+
+def _openmp_runtimes() -> set[str]:
+    """Names of the OpenMP libraries in this process; empty where the system does not tell."""
+    lines = (read_text("/proc/self/maps") or "").splitlines()
+    files = {line.split(maxsplit=5)[5] for line in lines if line.count("/") and ".so" in line}
+    names = ("libgomp", "libiomp5", "libomp")
+    return {file for file in files if os.path.basename(file).startswith(names)}

@@ -1,0 +1,79 @@
+"""Which backend attends, and that the native one says what torch's says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mistralrs_sdk.attention.backend import AttentionSpec
+from mistralrs_sdk.attention.cpu import CpuBackend
+from mistralrs_sdk.attention.kv_cache import PagedKVCache
+from mistralrs_sdk.attention.sdpa import SdpaBackend
+from mistralrs_sdk.attention.select import select_backend
+from mistralrs_sdk.kernels import native
+from tests.batches import Row, make_batch
+from tests.model_helpers import continue_ids, expected, prompt, tiny_builder
+
+needs_native = pytest.mark.skipif(not native.available(), reason="no native kernels here")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason", "name", "named"),
+    [
+        ("cpu", "f32", None, "CpuBackend", []),
+        ("cpu", "bf16", None, "SdpaBackend", ["bf16"]),
+        ("cpu", "f32", "no compiler", "SdpaBackend", ["no compiler"]),
+        ("cpu", "bf16", "no compiler", "SdpaBackend", ["bf16", "no compiler"]),
+        ("cuda", "f32", None, "SdpaBackend", ["cuda"]),
+    ],
+)
+def test_the_choice_names_every_reason_against(device, dtype, reason, name, named):
+    """The native kernel on a CPU in float32, else torch's; each obstacle has its sentence."""
+    choice = select_backend(device=device, dtype=dtype, native=reason)
+    assert choice.name == name
+    assert len(choice.reasons) == len(named)
+    assert all(word in text for word, text in zip(named, choice.reasons, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_native_backend_equals_torch(window, softcap):
+    """A mixed batch of decodes and chunks over scattered blocks."""
+    torch.manual_seed(0)
+    spec = AttentionSpec(
+        num_heads=6, num_kv_heads=2, head_dim=24, scale=0.2, window=window, softcap=softcap
+    )
+    backends = []
+    for kind in (SdpaBackend, CpuBackend):
+        cache = PagedKVCache([spec], num_blocks=20, block_size=8, dtype=torch.float32, device="cpu")
+        backends.append(kind(cache))
+    rows = [Row(list(range(30)), [3, 9, 1, 7]), Row(list(range(20)), [2, 5, 8])]
+    for counts in ((17, 9), (1, 5), (1, 1), (7, 1)):
+        batch = make_batch(list(zip(rows, counts, strict=True)), 8)
+        q = torch.randn(sum(counts), 6, 24)
+        k, v = torch.randn(2, sum(counts), 2, 24)
+        outs = []
+        for backend in backends:
+            backend.plan(batch)
+            outs.append(backend.run(spec, 0, q, k, v))
+        torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-4)
+        for row, count in zip(rows, counts, strict=True):
+            row.computed += count
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+async def test_switched_off_torch_attends_and_says_the_same(monkeypatch, switch):
+    """MISTRALRS_NATIVE_KERNELS=0 is obeyed and shown by describe(); the tokens are the oracle's."""
+    monkeypatch.setenv(native.SWITCH, switch)
+    native.outcome.cache_clear()
+    try:
+        async with await tiny_builder("mistral_swa").build() as model:
+            tokens = await continue_ids(model, prompt(37, seed=37), 12)
+            line = next(x for x in model.describe().splitlines() if x.startswith("attention"))
+    finally:
+        native.outcome.cache_clear()
+    assert tokens == expected("mistral_swa", tuple(prompt(37, seed=37)), 12)
+    if switch == "0":
+        assert "SdpaBackend" in line
+        assert "switched off" in line

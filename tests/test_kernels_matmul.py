@@ -1,0 +1,317 @@
+r"""Products with packed weights: every kind of native tile against the dequantised weight.
+
+With the sanitizers (the flags are compiled into every kind of tile):
+
+    KERNEL_TEST_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g" \
+    LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)" \
+    ASAN_OPTIONS=detect_leaks=0 \
+    python -m pytest tests/test_kernels_matmul.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mistralrs_sdk.errors import UnsupportedError
+from mistralrs_sdk.kernels import matmul, native
+from mistralrs_sdk.quant.ggml import GGML_TYPES, dequantise
+
+QUANTISED = ("Q4_0", "Q4_1", "Q8_0")
+TYPES = {kind.name: kind for kind in GGML_TYPES.values()}
+EXTRA_FLAGS = os.environ.get("KERNEL_TEST_FLAGS", "").split()
+TILES = {
+    "native": (),
+    "without AVX-512": ("-DKERNELS_WITHOUT_AVX512",),
+    "plain C++": tuple(f"-DKERNELS_WITHOUT_{name}" for name in ("AVX512", "AVX2", "NEON")),
+}
+FEW_EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope="module", params=TILES)
+def kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The kernels with one kind of tile in place of this machine's; the test runs with each."""
+    flags = [*native.FLAGS, *TILES[request.param], *EXTRA_FLAGS]
+    try:
+        native.find_compiler(os.environ)
+    except native.NativeError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("kernels")
+    library = native.load(native.build(flags, sources="matmul.cpp", folder=folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: library)
+        yield library.mistralrs_instructions().decode()
+
+
+def stored(ggml_type: str, n: int, k: int, *, seed: int = 0, scale: float = 0.01) -> Tensor:
+    """Bytes of a random weight [n, k] as GGUF stores it."""
+    generator = torch.Generator().manual_seed(seed)
+    kind = TYPES[ggml_type]
+    if ggml_type == "F16":
+        values = torch.randn(n, k, generator=generator) * scale
+        return values.half().view(torch.uint8).reshape(-1)
+    blocks = torch.randint(
+        0, 256, (n * k // 32, kind.block_bytes), generator=generator, dtype=torch.uint8
+    )
+    scales = (torch.rand(len(blocks), 2, generator=generator) + 0.1) * scale
+    scales[:, 1] *= -12  # the minimum of Q4_1
+    width = 4 if ggml_type == "Q4_1" else 2
+    blocks[:, :width] = scales.half().view(torch.uint8)[:, :width]
+    return blocks.reshape(-1)
+
+
+def make(ggml_type: str, n: int, k: int, **options: float) -> tuple[matmul.PackedWeight, Tensor]:
+    """A packed weight, and the same dequantised."""
+    raw = stored(ggml_type, n, k, **options)
+    return matmul.pack(raw, ggml_type, (n, k)), dequantise(raw, TYPES[ggml_type], (n, k))
+
+
+def inputs(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Each group of 32 values as 8-bit multiples of its greatest magnitude over 127, in float64."""
+    groups = x.unflatten(-1, (-1, 32))
+    greatest = groups.abs().amax(-1, keepdim=True)
+    multiples = (groups * (127 / greatest.clamp_min(1e-37))).round()
+    return (multiples.double() * (greatest / 127).double()).flatten(-2)
+
+
+def assert_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """y is x @ weight.T up to float32 sums; x and the reference are float64."""
+    reference = x.double() @ weight.double().T
+    size = x.double().abs().sum(-1, keepdim=True) * weight.double().abs().amax(-1)
+    assert y.dtype == torch.float32
+    assert y.shape == reference.shape
+    assert ((y - reference).abs() <= 2e-6 * size + 1e-36).all()
+
+
+@pytest.mark.parametrize("ggml_type", matmul.PACKABLE)
+@pytest.mark.parametrize("shape", [(1, 32), (16, 64), (37, 96)])
+def test_packing_changes_no_value(ggml_type: str, shape: tuple[int, int]):
+    """Unpacking gives the dequantised weight bit for bit, whatever the rows fill."""
+    packed, weight = make(ggml_type, *shape)
+
+    assert torch.equal(matmul.unpack(packed), weight)
+
+
+@pytest.mark.parametrize("ggml_type", matmul.PACKABLE)
+def test_a_packed_weight_is_as_big_as_the_stored_one(ggml_type: str):
+    """Whole groups of columns take no byte more than the file."""
+    packed, _ = make(ggml_type, 64, 96)
+
+    assert packed.num_bytes == stored(ggml_type, 64, 96).numel()
+
+
+@FEW_EXAMPLES
+@given(
+    ggml_type=st.sampled_from(QUANTISED),
+    n=st.integers(1, 40),
+    blocks=st.integers(1, 6),
+    rows=st.integers(0, 21),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 1 << 30),
+)
+def test_quantised_products_round_only_the_input(
+    kernels: str, ggml_type: str, n: int, blocks: int, rows: int, exponent: int, seed: int
+):
+    """The result is that of 8-bit inputs, exact up to float32 sums, at any shape and size."""
+    packed, weight = make(ggml_type, n, 32 * blocks, seed=seed)
+    x = inputs(rows, 32 * blocks, seed=seed) * 10.0**exponent
+
+    y = matmul.linear(x, packed, num_threads=2)
+
+    assert_product(y, rounded(x), weight)
+
+
+@FEW_EXAMPLES
+@given(
+    n=st.integers(1, 40),
+    k=st.integers(1, 130),
+    rows=st.integers(0, 30),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 1 << 30),
+)
+def test_f16_products_are_exact_up_to_float32_sums(
+    kernels: str, n: int, k: int, rows: int, exponent: int, seed: int
+):
+    """Inputs stay float32 and weights as they are, at any shape and size."""
+    packed, weight = make("F16", n, k, seed=seed)
+    x = inputs(rows, k, seed=seed) * 10.0**exponent
+
+    assert_product(matmul.linear(x, packed, num_threads=2), x, weight)
+
+
+@pytest.mark.parametrize("ggml_type", QUANTISED)
+def test_the_rounding_error_is_half_a_step(kernels: str, ggml_type: str):
+    """Against unrounded inputs a result is off by at most half a step of each group."""
+    packed, weight = make(ggml_type, 40, 192)
+    x = inputs(7, 192)
+    steps = x.unflatten(-1, (-1, 32)).abs().amax(-1) / 127
+    bound = steps.double() / 2 @ weight.double().unflatten(-1, (-1, 32)).abs().sum(-1).T
+
+    error = (matmul.linear(x, packed) - x.double() @ weight.double().T).abs()
+
+    assert (error <= bound * 1.001).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("ggml_type", matmul.PACKABLE)
+def test_a_row_does_not_depend_on_its_neighbours(kernels: str, ggml_type: str):
+    """Alone, among 3, among 32, in a prompt, with any number of threads: the same bits."""
+    packed, _ = make(ggml_type, 40, 2048)
+    x = inputs(330, 2048)  # more than one chunk
+    whole = matmul.linear(x, packed, num_threads=2)
+
+    for start, count in ((0, 1), (7, 1), (329, 1), (5, 3), (100, 9), (60, 32), (1, 200)):
+        part = matmul.linear(x[start : start + count], packed, num_threads=1)
+        assert torch.equal(part, whole[start : start + count])
+    assert torch.equal(matmul.linear(x, packed, num_threads=1), whole)
+    assert torch.equal(matmul.linear(x, packed, num_threads=7), whole)
+
+
+@pytest.mark.parametrize("ggml_type", QUANTISED)
+def test_the_greatest_values_do_not_overflow(kernels: str, ggml_type: str):
+    """All weights and inputs at the ends of their ranges give the exact sum."""
+    kind = TYPES[ggml_type]
+    raw = torch.zeros(16 * 2, kind.block_bytes, dtype=torch.uint8)
+    raw[:, :2] = torch.ones(1, dtype=torch.float16).view(torch.uint8)
+    raw[::2, -kind.block_size // (1 if ggml_type == "Q8_0" else 2) :] = 255
+    raw[1::2, 4 if ggml_type == "Q4_1" else 2 :] = 0x80 if ggml_type == "Q8_0" else 0
+    packed = matmul.pack(raw, ggml_type, (16, 64))
+    x = torch.tensor([[127.0], [-127.0]]).expand(2, 64)
+
+    y = matmul.linear(x, packed)
+
+    assert torch.equal(y, x @ dequantise(raw.view(-1), kind, (16, 64)).T)
+
+
+@pytest.mark.parametrize("ggml_type", matmul.PACKABLE)
+@pytest.mark.parametrize("view", ["offset", "step", "columns", "expanded", "half", "batch"])
+def test_any_view_of_the_input_is_taken(kernels: str, ggml_type: str, view: str):
+    """Rows apart, values apart, odd addresses, other types and more dimensions are all the same."""
+    packed, _ = make(ggml_type, 19, 64)
+    base = inputs(6, 130)
+    x = {
+        "offset": base[:, 3:67],
+        "step": base[::2, 1:129:2],
+        "columns": base[:, :64].T.contiguous().T,
+        "expanded": base[:1, :64].expand(5, 64),
+        "half": base[:, :64].half(),
+        "batch": base[:, :128].reshape(2, 3, 2, 64).transpose(1, 2),
+    }[view]
+
+    y = matmul.linear(x, packed)
+
+    plain = x.float().contiguous().view(-1, 64)
+    assert torch.equal(y, matmul.linear(plain, packed).view(*x.shape[:-1], 19))
+
+
+@pytest.mark.parametrize("ggml_type", matmul.PACKABLE)
+def test_the_bias_is_added_last(kernels: str, ggml_type: str):
+    """The result is the product's plus the bias, rounded once more."""
+    packed, _ = make(ggml_type, 19, 64)
+    x, bias = inputs(5, 64), inputs(19, seed=3)
+
+    assert torch.equal(matmul.linear(x, packed, bias=bias), matmul.linear(x, packed) + bias)
+
+
+@pytest.mark.parametrize("ggml_type", QUANTISED)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_an_input_that_is_not_finite_gives_nan_in_its_row(
+    kernels: str, ggml_type: str, value: float
+):
+    """Nothing is hidden, and no other row notices."""
+    packed, _ = make(ggml_type, 19, 64)
+    x = inputs(5, 64)
+    good = matmul.linear(x, packed)
+    x[2, 40] = value
+
+    y = matmul.linear(x, packed)
+
+    assert y[2].isnan().all()
+    assert torch.equal(y[[0, 1, 3, 4]], good[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("ggml_type", QUANTISED)
+@pytest.mark.parametrize("value", [1e36, 1e-36, 1e-39, 0.0])
+def test_the_ends_of_float32_are_inputs_too(kernels: str, ggml_type: str, value: float):
+    """Great numbers keep their sum; the smallest may be taken as zero."""
+    packed, weight = make(ggml_type, 19, 64, scale=1e-3)
+    x = inputs(3, 64).sign() * value
+
+    y = matmul.linear(x, packed)
+
+    assert ((y - x.double() @ weight.double().T).abs() <= 1e-5 * value * 64 + 2e-36).all()
+
+
+@pytest.mark.parametrize("ggml_type", matmul.PACKABLE)
+def test_embedding_rows_are_the_dequantised_ones(kernels: str, ggml_type: str):
+    """Any ids in any shape, repeated or none, bit for bit."""
+    packed, weight = make(ggml_type, 37, 96)
+
+    for ids in (torch.arange(37), torch.tensor([[36, 0], [5, 5]]), torch.zeros(0, dtype=torch.int)):
+        rows = matmul.embedding_rows(packed, ids, num_threads=2)
+        assert torch.equal(rows, weight[ids.long()])
+        assert torch.equal(rows, matmul.embedding_rows_reference(packed, ids))
+
+
+def test_every_half_is_read_right(kernels: str):
+    """All 65536 float16 bit patterns: subnormals, infinities and NaN included."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    packed = matmul.pack(values, "F16", (1 << 12, 16))
+
+    rows = matmul.embedding_rows(packed, torch.arange(1 << 12))
+
+    assert torch.equal(rows.nan_to_num(7.5).view(-1), values.float().nan_to_num(7.5))
+    assert torch.equal(rows.isnan().view(-1), values.isnan())
+
+
+@pytest.mark.parametrize("ids", [[-1], [0, 37]])
+def test_an_id_outside_the_embedding_is_refused(kernels: str, ids: list[int]):
+    """Native code never reads past the weight."""
+    packed, _ = make("Q8_0", 37, 32)
+
+    with pytest.raises(IndexError, match="rows of an embedding of 37"):
+        matmul.embedding_rows(packed, torch.tensor(ids))
+
+
+@pytest.mark.parametrize("ggml_type", matmul.PACKABLE)
+def test_the_reference_takes_the_same_arguments(ggml_type: str):
+    """Without native kernels a product is that with the dequantised weight."""
+    packed, weight = make(ggml_type, 19, 64)
+    x, bias = inputs(2, 3, 64), inputs(19, seed=3)
+
+    y = matmul.linear_reference(x, packed, bias=bias, num_threads=1)
+
+    assert torch.equal(y, torch.nn.functional.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("function", [matmul.linear, matmul.linear_reference])
+def test_an_input_that_does_not_fit_is_refused(kernels: str, function):
+    """Features and bias are checked before native code reads them."""
+    packed, _ = make("Q8_0", 19, 64)
+
+    with pytest.raises(ValueError, match="the input has 32 features, the weight takes 64"):
+        function(inputs(2, 32), packed)
+    with pytest.raises(ValueError, match=r"the bias has shape \(18,\), the weight gives 19"):
+        function(inputs(2, 64), packed, bias=inputs(18))
+
+
+def test_a_weight_that_cannot_be_packed_is_refused():
+    """The message says what can be, or how big the bytes should be."""
+    with pytest.raises(UnsupportedError, match="no kernel multiplies by Q6_K weights"):
+        matmul.pack(torch.zeros(210, dtype=torch.uint8), "Q6_K", (1, 256))
+    with pytest.raises(ValueError, match="the last a multiple of 32"):
+        matmul.pack(torch.zeros(34, dtype=torch.uint8), "Q8_0", (1, 33))
+    with pytest.raises(ValueError, match="takes 68 bytes, not 34"):
+        matmul.pack(torch.zeros(34, dtype=torch.uint8), "Q8_0", (2, 32))
