@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from mistralrs_sdk.kernels import attention
+from mistralrs_sdk.kernels import native
 from mistralrs_sdk.kernels.attention import (
     LayerCache,
     PagedBatch,
@@ -19,7 +19,7 @@ from mistralrs_sdk.kernels.attention import (
     store_kv_reference,
 )
 
-needs_native = pytest.mark.skipif(not attention.available(), reason="no native kernels here")
+needs_native = pytest.mark.skipif(not native.available(), reason="no native kernels here")
 NAN = float("nan")
 
 

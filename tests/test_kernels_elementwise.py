@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mistralrs_sdk.kernels import elementwise
+from mistralrs_sdk.kernels import native
 from mistralrs_sdk.kernels.attention import LayerCache
 from mistralrs_sdk.kernels.elementwise import (
     ACTIVATIONS,
@@ -22,7 +22,7 @@ from mistralrs_sdk.kernels.elementwise import (
 )
 from mistralrs_sdk.layers.rotary import RotaryEmbedding
 
-pytestmark = pytest.mark.skipif(not elementwise.available(), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(not native.available(), reason="no native kernels here")
 NAN, INF = float("nan"), float("inf")
 
 rows = st.integers(0, 9)

@@ -7,8 +7,7 @@ from typing import Any
 
 import attrs
 
-LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity in JSON, which has no such number (OpenAI's convention)."""
+from mistralrs_sdk.engine.request import LOWEST_LOGPROB
 
 
 @attrs.frozen(kw_only=True)

@@ -8,6 +8,9 @@ import attrs
 
 from mistralrs_sdk.sampling_params import SamplingParams
 
+LOWEST_LOGPROB = -9999.0
+"""Reported in place of a log probability below it: JSON has no minus infinity (as OpenAI does)."""
+
 FinishReason = Literal["stop", "length", "canceled", "error"]
 
 

@@ -16,11 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from mistralrs_sdk.engine.request import SampledToken, TokenLogprobs
+from mistralrs_sdk.engine.request import LOWEST_LOGPROB, SampledToken, TokenLogprobs
 from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams
-
-LOGPROB_FLOOR = -9999.0
-"""Reported in place of a log probability below it, so that none is infinite."""
 
 DRY_MATCH_CAP = 50
 """Longest repetition DRY looks for."""
@@ -376,7 +373,7 @@ def _logprobs(x: Tensor, tokens: Sequence[int], *, top_n: Sequence[int]) -> list
     width = min(max(top_n), x.shape[1])
     values, ids = _ranked(x, min(width + _TIE_ROOM, x.shape[1]))
     reported = torch.cat([chosen, values[:, :width]], dim=1).double() - normaliser
-    reported = reported.clamp(LOGPROB_FLOOR, 0.0)
+    reported = reported.clamp(LOWEST_LOGPROB, 0.0)
     lines = torch.cat([reported, ids[:, :width].double()], dim=1).tolist()
     return [
         TokenLogprobs(

@@ -93,11 +93,6 @@ class PagedBatch:
         object.__setattr__(self, "arguments", arguments)
 
 
-def available() -> bool:
-    """Whether the native kernels can be used here; they are compiled if need be."""
-    return _library() is not None
-
-
 def paged_attention(
     q: Tensor,
     cache: LayerCache,
@@ -250,24 +245,16 @@ def check_rows(name: str, x: Tensor) -> None:
         )
 
 
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    if library is None:
-        raise RuntimeError("the native kernels are not available here: check available() first")
-    return library
-
-
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = native.library()
-    if library is not None:
-        tensor = (_POINTER, _LONG)
-        library.mistralrs_paged_attention.restype = _INT
-        library.mistralrs_paged_attention.argtypes = [
-            *(*tensor, *tensor, _INT, _FLOAT, _INT, _FLOAT, _INT),
-            *CACHE_ARGUMENTS,
-            *(*tensor, _POINTER, _POINTER, _INT),
-        ]
-        library.mistralrs_store_kv.restype = _LONG
-        library.mistralrs_store_kv.argtypes = [*tensor, *tensor, *tensor, *CACHE_ARGUMENTS]
+def _loaded() -> ctypes.CDLL:
+    library = native.required()
+    tensor = (_POINTER, _LONG)
+    library.mistralrs_paged_attention.restype = _INT
+    library.mistralrs_paged_attention.argtypes = [
+        *(*tensor, *tensor, _INT, _FLOAT, _INT, _FLOAT, _INT),
+        *CACHE_ARGUMENTS,
+        *(*tensor, _POINTER, _POINTER, _INT),
+    ]
+    library.mistralrs_store_kv.restype = _LONG
+    library.mistralrs_store_kv.argtypes = [*tensor, *tensor, *tensor, *CACHE_ARGUMENTS]
     return library

@@ -23,11 +23,6 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """What `gated` knows, in the order of the kernel's numbers."""
 
 
-def available() -> bool:
-    """Whether the native kernels can be used here; they are compiled if need be."""
-    return _library() is not None
-
-
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -242,32 +237,24 @@ def _check_dense(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} {list(x.shape)} ({x.dtype}) must be float32 and contiguous")
 
 
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    if library is None:
-        raise RuntimeError("the native kernels are not available here: check available() first")
-    return library
-
-
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = native.library()
-    if library is not None:
-        integer, long, real = ctypes.c_int, ctypes.c_int64, ctypes.c_float
-        pointer = ctypes.c_void_p
-        rows = (pointer, long)
-        library.mistralrs_rms_norm.restype = None
-        library.mistralrs_rms_norm.argtypes = [
-            *(*rows, *rows, pointer, real, real),
-            *(pointer, long, integer, integer),
-        ]
-        library.mistralrs_rotate_and_store.restype = long
-        library.mistralrs_rotate_and_store.argtypes = [
-            *(*rows, *rows, *rows, pointer, pointer, pointer),
-            *(long, integer, integer, *CACHE_ARGUMENTS),
-        ]
-        library.mistralrs_gated.restype = None
-        library.mistralrs_gated.argtypes = [*rows, pointer, long, integer, integer, integer]
-        library.mistralrs_argmax.restype = None
-        library.mistralrs_argmax.argtypes = [*rows, pointer, long, long, integer]
+def _loaded() -> ctypes.CDLL:
+    library = native.required()
+    integer, long, real = ctypes.c_int, ctypes.c_int64, ctypes.c_float
+    pointer = ctypes.c_void_p
+    rows = (pointer, long)
+    library.mistralrs_rms_norm.restype = None
+    library.mistralrs_rms_norm.argtypes = [
+        *(*rows, *rows, pointer, real, real),
+        *(pointer, long, integer, integer),
+    ]
+    library.mistralrs_rotate_and_store.restype = long
+    library.mistralrs_rotate_and_store.argtypes = [
+        *(*rows, *rows, *rows, pointer, pointer, pointer),
+        *(long, integer, integer, *CACHE_ARGUMENTS),
+    ]
+    library.mistralrs_gated.restype = None
+    library.mistralrs_gated.argtypes = [*rows, pointer, long, integer, integer, integer]
+    library.mistralrs_argmax.restype = None
+    library.mistralrs_argmax.argtypes = [*rows, pointer, long, long, integer]
     return library

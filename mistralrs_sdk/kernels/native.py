@@ -40,7 +40,7 @@ _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
 _SOURCES = Path(__file__).parent / "src"
 _COMPILE_SECONDS = 300
-_RATHER = "matrix products fall back on torch, which is slower and needs more memory"
+_RATHER = "attention on a CPU runs in torch, which is slower"
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _SIGNATURES = {
@@ -79,6 +79,17 @@ def reason() -> str:
 def library() -> ctypes.CDLL | None:
     """The loaded library, None if there is none."""
     return outcome().library
+
+
+def required() -> ctypes.CDLL:
+    """The loaded library, for callers that have asked `available()`.
+
+    Raises: RuntimeError if there is none.
+    """
+    found = library()
+    if found is None:
+        raise RuntimeError("the native kernels are not available here: check available() first")
+    return found
 
 
 @functools.cache
