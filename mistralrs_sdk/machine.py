@@ -55,6 +55,13 @@ def cpu_quota(*, read: ReadText = read_text) -> float | None:
     return min(_cpu_quotas(read), default=None)
 
 
+def default_num_threads(
+    *, cpus: Callable[[], Collection[int]] = allowed_cpus, read: ReadText = read_text
+) -> int:
+    """The physical cores that affinity allows, at most the cgroup's CPU quota; at least 1."""
+    return within_quota(physical_cores(cpus(), read=read), cpu_quota(read=read))
+
+
 def within_quota(threads: int, quota: float | None) -> int:
     """At most `quota` threads, at least 1.
 

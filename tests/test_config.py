@@ -17,13 +17,7 @@ from mistralrs_sdk import (
     TokenSource,
 )
 from mistralrs_sdk.config import ModelSource
-from mistralrs_sdk.machine import (
-    allowed_cpus,
-    available_memory,
-    cpu_quota,
-    physical_cores,
-    within_quota,
-)
+from mistralrs_sdk.machine import available_memory, default_num_threads
 
 SECRET = "hf_abcdefghijklmnop"
 
@@ -243,11 +237,6 @@ def test_sources_must_be_text(name, value):
         ModelSource(**{"model_id": "x", name: value})
 
 
-def default_num_threads(*, cpus, read) -> int:
-    """Cores within the quota, as the choice of threads puts the two together."""
-    return within_quota(physical_cores(cpus(), read=read), cpu_quota(read=read))
-
-
 def test_threads_default_to_physical_cores():
     """Two hyperthreads of a core count once."""
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -350,5 +339,5 @@ def test_available_memory_without_meminfo_is_half_of_the_ram():
 
 def test_this_machine_has_threads_and_memory():
     """The real readers work here."""
-    assert physical_cores(allowed_cpus()) >= 1
+    assert default_num_threads() >= 1
     assert available_memory() > 0
