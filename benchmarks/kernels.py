@@ -4,16 +4,23 @@
 
 All methods take turns on the same input; each cycles through so many copies of its weight that it
 comes from memory, as in a model. Printed are medians: time of a call, billions of operations (a
-multiplication and an addition are two) and weight bytes per second, and the part of the read
-bandwidth measured in the same run. Shapes are in_features x out_features.
+multiplication and an addition are two) and weight bytes per second, and the part of the limit: the
+read bandwidth or the rate of the multiplying instructions (`kernel_limits.cpp`), whichever makes a
+call take longer; both are measured in the same run. Shapes are in_features x out_features.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import attrs
 import torch
@@ -22,10 +29,9 @@ from torch.nn import functional
 
 from mistralrs_sdk.kernels import matmul, native
 from mistralrs_sdk.machine import default_num_threads
-from mistralrs_sdk.quant.ggml import GGML_TYPES
 
-SHAPES = ("576x1536", "1536x576", "576x960", "576x49152", "2560x9728")
-ROWS = (1, 2, 8, 32, 128, 512)
+SHAPES = ("768x1536", "1536x768", "768x49152", "2560x9728")
+ROWS = (1, 8, 32, 512)
 COLD_BYTES = 96 << 20
 """Weights of one method together: several times what a cache holds."""
 ROUND_SECONDS = 0.01
@@ -39,6 +45,8 @@ class Method:
     calls: Sequence[Callable[[Tensor], Tensor]]
     num_bytes: int
     """Of one copy."""
+    floats: bool
+    """Whether it multiplies floats."""
 
 
 def read_bandwidth(rounds: int) -> float:
@@ -48,24 +56,35 @@ def read_bandwidth(rounds: int) -> float:
     return values.nbytes / min(times)
 
 
+def product_rates(rounds: int, *, threads: int) -> Mapping[bool, float]:
+    """Operations per second of all threads on registers, of floats (True) and of 8-bit integers;
+    infinite where this processor has no instruction for them that we know of."""
+    source = Path(__file__).with_name("kernel_limits.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "limits.so"
+        command = [native.find_compiler(os.environ), *native.FLAGS, str(source), "-o", str(file)]
+        subprocess.run(command, check=True)
+        library = ctypes.CDLL(str(file))
+    rates = {}
+    for floats, function in ((True, library.float_products), (False, library.integer_products)):
+        function.argtypes, function.restype = (ctypes.c_int64, ctypes.c_int), ctypes.c_int64
+        work = partial(function, 1 << 20, threads)
+        done = work()
+        best = min(seconds(work, 1) for _ in range(4 * rounds))
+        rates[floats] = done / best if done else float("inf")
+    return rates
+
+
 def native_method(ggml_type: str, n: int, k: int, *, threads: int) -> Method:
-    kind = next(kind for kind in GGML_TYPES.values() if kind.name == ggml_type)
-    if ggml_type == "F16":
-        raw = (torch.randn(n, k) * 0.02).half()
-    else:
-        blocks = torch.randint(0, 256, (n * k // kind.block_size, kind.block_bytes))
-        raw = blocks.to(torch.uint8)
-        scales = torch.full((len(raw), 2), 0.01, dtype=torch.float16).view(torch.uint8)
-        width = 4 if ggml_type == "Q4_1" else 2
-        raw[:, :width] = scales[:, :width]
-    first = matmul.pack(raw, ggml_type, (n, k))
-    copies = [first]
-    while len(copies) * first.num_bytes < COLD_BYTES:
-        copies.append(attrs.evolve(first, data=first.data.clone()))
+    # bytes below 64 are no infinities, wherever a scale lies; the time does not depend on them
+    size = matmul.packed_bytes(ggml_type, (n, k))
+    data = torch.randint(0, 64, (1 + COLD_BYTES // size, size), dtype=torch.uint8)
+    copies = [matmul.PackedWeight(data=one, ggml_type=ggml_type, shape=(n, k)) for one in data]
     return Method(
         name=f"native {ggml_type}",
         calls=[lambda x, w=w: matmul.linear(x, w, num_threads=threads) for w in copies],
-        num_bytes=first.num_bytes,
+        num_bytes=size,
+        floats=ggml_type == "F16",
     )
 
 
@@ -78,6 +97,7 @@ def torch_methods(n: int, k: int) -> list[Method]:
             name="torch f32",
             calls=[lambda x, w=w: functional.linear(x, w) for w in copies],
             num_bytes=weight.nbytes,
+            floats=True,
         )
     ]
     try:
@@ -89,7 +109,8 @@ def torch_methods(n: int, k: int) -> list[Method]:
         return methods  # built without fbgemm
     product = torch.ops.quantized.linear_dynamic_fp16
     calls = [lambda x, w=w: product(x, w) for w in packed]
-    return [*methods, Method(name="fbgemm f16", calls=calls, num_bytes=weight.nbytes // 2)]
+    fbgemm = Method(name="fbgemm f16", calls=calls, num_bytes=weight.nbytes // 2, floats=True)
+    return [*methods, fbgemm]
 
 
 def seconds(call: Callable[[], object], count: int) -> float:
@@ -133,7 +154,11 @@ def benchmark(
     torch.manual_seed(0)
     bandwidth = read_bandwidth(rounds)
     print(f"kernels: {native.reason()}; {threads} threads, medians of {rounds} rounds")
-    print(f"read bandwidth: {bandwidth / 1e9:.1f} GB/s")
+    rates = product_rates(rounds, threads=threads)
+    print(
+        f"limits: {bandwidth / 1e9:.1f} GB/s read, {rates[False] / 1e9:.0f} GOP/s of integers, "
+        f"{rates[True] / 1e9:.0f} GOP/s of floats"
+    )
     for shape in shapes:
         k, n = map(int, shape.split("x"))
         methods = [native_method(name, n, k, threads=threads) for name in types]
@@ -141,11 +166,12 @@ def benchmark(
         for count in rows:
             times = measure(methods, torch.randn(count, k), rounds=rounds)
             for method, spent in zip(methods, times, strict=True):
-                read = method.num_bytes / spent
+                operations = 2 * count * n * k
+                least = max(method.num_bytes / bandwidth, operations / rates[method.floats])
                 print(
                     f"{shape:>10} {count:4} rows  {method.name:12} {spent * 1e6:9.0f} us "
-                    f"{2 * count * n * k / spent / 1e9:7.1f} GOP/s {read / 1e9:6.1f} GB/s "
-                    f"{read / bandwidth:5.0%} of the bandwidth",
+                    f"{operations / spent / 1e9:7.1f} GOP/s {method.num_bytes / spent / 1e9:6.1f} "
+                    f"GB/s {least / spent:5.0%} of the limit",
                     flush=True,
                 )
 

@@ -102,14 +102,18 @@ async def check_pool(run: Run, until: float, *, num_clients: int) -> None:
         await asyncio.sleep(0.1)
 
 
+def exact(tiny: TinyModel, threads: int) -> ModelBuilder:
+    """In float32 throughout: by itself a CPU rounds weights, inputs, keys and values."""
+    return ModelBuilder(tiny.folder).with_dtype("f32").with_num_threads(threads)
+
+
 def configure(
     tiny: TinyModel, rng: random.Random, *, pool: int | None, threads: int
 ) -> ModelBuilder:
     """A random configuration; a pool makes requests fight for its blocks."""
     seqs = rng.choice((2, 4, 8, 16, 32) if pool is None else (4, 8, 16, 32))
     builder = (
-        ModelBuilder(tiny.folder)
-        .with_num_threads(threads)
+        exact(tiny, threads)
         .with_max_num_seqs(seqs)
         .with_max_decode_steps_before_prefill(rng.choice((1, 2, 8)))
         .with_max_num_batched_tokens(max(seqs, rng.choice((8, 24, 64, 4096))))
@@ -185,7 +189,7 @@ async def soak(folder: Path, *, minutes: float, seed: int, threads: int, cases: 
         faulthandler.dump_traceback_later(600, exit=True)  # the watchdog, should the loop hang
         if name not in tiny:
             tiny[name] = make_tiny_model(name, folder / name, num_cases=cases, rng=rng)
-            async with await ModelBuilder(tiny[name].folder).with_num_threads(threads).build() as m:
+            async with await exact(tiny[name], threads).build() as m:
                 run = Run(m, tiny[name], tiny[name].cases, tally)
                 await alone(run)
                 await check_idle(run)

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         RequestError,
         UnsupportedError,
     )
+    from mistralrs_sdk.isq import IsqBits, IsqType
     from mistralrs_sdk.model import Model
     from mistralrs_sdk.plan import MemoryPlan
     from mistralrs_sdk.runner import Runner
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
         StopTokens,
     )
     from mistralrs_sdk.stream import ChatStream
+    from mistralrs_sdk.topology import LayerTopology, Topology
     from mistralrs_sdk.which import Architecture, Which
 
 _HOME = {
@@ -91,6 +93,9 @@ _HOME = {
     "EngineMetrics": "engine.metrics",
     "GgufModelBuilder": "builder",
     "InferenceError": "errors",
+    "IsqBits": "isq",
+    "IsqType": "isq",
+    "LayerTopology": "topology",
     "Logprobs": "chat.responses",
     "MemoryGpuConfig": "config",
     "MemoryPlan": "plan",
@@ -115,6 +120,7 @@ _HOME = {
     "TextMessages": "chat.messages",
     "TokenSource": "config",
     "TopLogprob": "chat.responses",
+    "Topology": "topology",
     "UnsupportedError": "errors",
     "Usage": "chat.responses",
     "Which": "which",
@@ -141,6 +147,9 @@ __all__ = [
     "EngineMetrics",
     "GgufModelBuilder",
     "InferenceError",
+    "IsqBits",
+    "IsqType",
+    "LayerTopology",
     "Logprobs",
     "MemoryGpuConfig",
     "MemoryPlan",
@@ -165,6 +174,7 @@ __all__ = [
     "TextMessages",
     "TokenSource",
     "TopLogprob",
+    "Topology",
     "UnsupportedError",
     "Usage",
     "Which",

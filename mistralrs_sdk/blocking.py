@@ -13,7 +13,9 @@ from mistralrs_sdk.chat.responses import (
     ChatCompletionResponse,
     CompletionResponse,
 )
+from mistralrs_sdk.config import Progress
 from mistralrs_sdk.errors import EngineClosedError
+from mistralrs_sdk.isq import Isq
 from mistralrs_sdk.model import Model, RequestLike
 from mistralrs_sdk.sampling_params import SamplingParams
 
@@ -107,6 +109,14 @@ class BlockingModel:
     def describe(self) -> str:
         """Return every resolved setting and where it came from."""
         return self._model.describe()
+
+    def re_isq_model(self, isq: Isq | str | int, *, progress: Progress = False) -> None:
+        """Quantise the weights of the running model to another type.
+
+        Raises:
+            ConfigError, ModelLoadError, EngineDeadError, EngineClosedError: as `Model`.
+        """
+        self._loop.run(self._model.re_isq_model(isq, progress=progress))
 
     def inner(self) -> Model:
         """Return the asynchronous model; it belongs to this object's event loop."""

@@ -21,7 +21,9 @@ from mistralrs_sdk.config import (
     Progress,
     TokenSource,
 )
-from mistralrs_sdk.errors import ConfigError
+from mistralrs_sdk.errors import ConfigError, UnsupportedError
+from mistralrs_sdk.isq import IsqBits, IsqType
+from mistralrs_sdk.topology import Topology
 
 if TYPE_CHECKING:
     from mistralrs_sdk.model import Model
@@ -49,6 +51,7 @@ class ModelBuilder:
 
     Raises:
         ConfigError: from each method, at once: a value is out of range or contradicts another.
+        UnsupportedError: likewise, for what this package does not do.
     """
 
     source: ModelSource
@@ -192,6 +195,54 @@ class ModelBuilder:
         """Make requests that bring no seed of their own repeatable. 0 to 2**64 - 1."""
         return self._configure("with_seed", seed=seed)
 
+    # What its weights are quantised to while loading
+
+    def with_isq(self, isq: IsqType | str) -> Self:
+        """Quantise to this type: an `IsqType`, or its text such as "q4k" ("4" is four bits).
+
+        Embedding and head get a wider type; this or `with_auto_isq`, the later one holds.
+        """
+        return self._configure("with_isq", isq=isq)
+
+    def with_auto_isq(self, bits: IsqBits | int | str) -> Self:
+        """Quantise to 2, 3, 4, 5, 6 or 8 bits a weight, in the type that suits the device."""
+        try:
+            isq = IsqBits(bits)
+        except ValueError:
+            raise ConfigError(
+                f"with_auto_isq({bits!r}): must be 2, 3, 4, 5, 6 or 8; for a type use with_isq"
+            ) from None
+        return self._configure("with_auto_isq", isq=isq)
+
+    def with_topology(self, topology: Topology) -> Self:
+        """Quantise some layers to types of their own; these win over `with_isq`."""
+        return self._configure("with_topology", topology=topology)
+
+    def with_topology_from_path(self, path: _PathLike) -> Self:
+        """The same from a YAML file, which is read now (see `Topology.from_str`)."""
+        return self.with_topology(Topology.from_path(path))
+
+    def with_imatrix(self, path: _PathLike) -> Self:
+        """Weigh the errors of quantising to q2k to q6k by this importance matrix.
+
+        Say first what is quantised. The file is read by `build()`.
+        """
+        return self._configure("with_imatrix", imatrix=path)
+
+    def with_mixture_qexperts_isq(self) -> Self:
+        """Not done: `UnsupportedError`. No architecture here has experts to quantise alone."""
+        raise UnsupportedError(
+            "with_mixture_qexperts_isq() is not supported: no architecture here has experts; use "
+            "with_isq, or with_topology with a /regex/ for some modules"
+        )
+
+    def with_calibration_file(self, path: _PathLike) -> Self:
+        """Not done: `UnsupportedError`. `with_imatrix` takes a matrix that was collected before."""
+        raise UnsupportedError(
+            f"with_calibration_file({path!r}) is not supported: collect an importance "
+            "matrix with llama.cpp's llama-imatrix and use with_imatrix"
+        )
+
     # Where the files come from
 
     def with_chat_template(self, template: _PathLike) -> Self:
@@ -262,8 +313,9 @@ class ModelBuilder:
             value = getattr(self.config, field.name)
             if value == getattr(plain, field.name) or (field.name == "device" and self.force_cpu):
                 continue
-            shown = "" if value is True else str(value) if field.name == "dtype" else value
-            yield f"with_{field.name}({shown!r})" if shown != "" else f"with_{field.name}()"
+            shown = "" if value is True else getattr(value, "value", value)
+            name = "auto_isq" if isinstance(value, IsqBits) else field.name
+            yield f"with_{name}({shown!r})" if shown != "" else f"with_{name}()"
         methods = {"revision": "with_hf_revision", "cache_path": "from_hf_cache_path"}
         bare = ModelSource(model_id=self.source.model_id, files=self.source.files)
         for field in attrs.fields(ModelSource):
@@ -386,8 +438,8 @@ def _evolve(settings: Any, method: str, setting: dict[str, Any]) -> Any:
         raise ConfigError(f"{method}(None): needs a value; leave the call out for the default")
     try:
         return attrs.evolve(settings, **setting)
-    except ConfigError as error:
+    except (ConfigError, UnsupportedError) as error:
         shown = "" if method in _WITHOUT_ARGUMENT else repr(value)
         if method == "with_token_source":
             shown = "..."  # it may be a token
-        raise ConfigError(f"{method}({shown}): {error}") from None
+        raise type(error)(f"{method}({shown}): {error}") from None

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from mistralrs_sdk.errors import ConfigError
+from mistralrs_sdk.isq import Isq, parse_isq
+from mistralrs_sdk.topology import Topology, refuse_unused_imatrix, require_one_device
 
 Progress = bool | Callable[[str, int, int], None]
 """Whether to show progress bars, or a function called with (what, done, total)."""
@@ -333,6 +335,7 @@ class EngineConfig:
 
     Raises:
         ConfigError: a value is out of range, or two settings contradict.
+        UnsupportedError: a quantisation or a device for some layers that is not there.
     """
 
     max_num_seqs: int = 32
@@ -358,6 +361,12 @@ class EngineConfig:
     dtype: ModelDType = attrs.field(default=ModelDType.AUTO, converter=_choice("dtype", ModelDType))
     device: str | None = None
     """"cpu", "cuda", "cuda:1" or "mps"; None picks the best there is."""
+    isq: Isq | None = attrs.field(default=None, converter=attrs.converters.optional(parse_isq))
+    """What weights are quantised to while loading: a type, or bits; None leaves them."""
+    topology: Topology | None = None
+    """The same for some layers or modules, where it wins over `isq`."""
+    imatrix: str | None = _path_field()
+    """Path of an importance matrix for the types that use one."""
     num_threads: int | None = None
     """CPU threads for arithmetic; None for the physical cores this process may use."""
     seed: int | None = None
@@ -398,6 +407,15 @@ class EngineConfig:
                 f"paged_attn ({paged!r}) must be a PagedAttentionConfig or None: "
                 "end the PagedAttentionMetaBuilder chain with .build()"
             )
+        if self.topology is not None and not isinstance(self.topology, Topology):
+            raise ConfigError(
+                f"topology ({self.topology!r:.80}) must be a Topology: read YAML with "
+                "Topology.from_str or Topology.from_path"
+            )
+        if self.imatrix is not None and (
+            not isinstance(self.imatrix, str) or not self.imatrix.strip()
+        ):
+            raise ConfigError(f"imatrix ({self.imatrix!r}) must be a non-empty path")
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -407,6 +425,10 @@ class EngineConfig:
                 f"max_num_seqs ({self.max_num_seqs}): each running sequence needs one token a "
                 "step; set max_num_seqs lower, or max_num_batched_tokens higher, before this"
             )
+        if self.topology is not None:
+            require_one_device(self.topology, self.device)
+        if self.imatrix is not None:
+            refuse_unused_imatrix(self.imatrix, isq=self.isq, topology=self.topology)
         if not isinstance(self.paged_attn, PagedAttentionConfig):
             return
         if self.no_kv_cache:

@@ -36,7 +36,8 @@ def _model_rows(info: EngineInfo, checkpoint: Checkpoint) -> Iterator[tuple[str,
     yield "architecture", info.architecture, "model"
     yield "parameters", f"{info.num_parameters / 1e6:.1f} M", "model"
     yield "format", checkpoint.format, "model"
-    yield "weights", _mib(info.weight_bytes), f"loaded in {info.load_seconds:.1f} s"
+    loaded = f"{info.weights}; loaded in {info.load_seconds:.1f} s"
+    yield "weights", _mib(info.weight_bytes), loaded
 
 
 def _setting_rows(info: EngineInfo) -> Iterator[tuple[str, str, str]]:
@@ -56,16 +57,17 @@ def _setting_rows(info: EngineInfo) -> Iterator[tuple[str, str, str]]:
     if info.config.no_kv_cache:
         yield "KV cache", "none", "user"
         return
+    per_token = f"{info.kv_bytes_per_token} bytes in {info.kv_dtype.value}"
     if paged is None:
         yield "KV cache", "dense, per sequence, grown by 512 tokens", "user"
-        yield "KV per token", f"{info.kv_bytes_per_token} bytes", "model"
+        yield "KV per token", per_token, info.origins["kv_dtype"]
         return
     assert paged != "auto", "resolved at build"
     tokens = info.num_blocks * paged.block_size
     size = tokens * info.kv_bytes_per_token
     shape = f"{info.num_blocks} blocks of {paged.block_size} = {tokens} tokens, {_mib(size)}"
     yield "KV cache", shape, info.origins["paged_attn"]
-    yield "KV per token", f"{info.kv_bytes_per_token} bytes", "model"
+    yield "KV per token", per_token, info.origins["kv_dtype"]
 
 
 def _text_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:

@@ -27,10 +27,12 @@ from mistralrs_sdk.engine.build import EngineInfo, build_engine
 from mistralrs_sdk.engine.engine import Engine
 from mistralrs_sdk.engine.engine_thread import EngineThread
 from mistralrs_sdk.engine.metrics import EngineMetrics
+from mistralrs_sdk.engine.requantise import Requantiser, WeightFiles
 from mistralrs_sdk.engine.request import Request
 from mistralrs_sdk.engine.scheduler import SchedulerStats
-from mistralrs_sdk.errors import RequestError
+from mistralrs_sdk.errors import ConfigError, RequestError
 from mistralrs_sdk.generation import Generation
+from mistralrs_sdk.isq import Isq, parse_isq
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.loader import open_checkpoint
 from mistralrs_sdk.sampling_params import SamplingParams
@@ -56,15 +58,19 @@ class Model:
     """
 
     def __init__(
-        self, thread: EngineThread, info: EngineInfo, checkpoint: Checkpoint, encoder: PromptEncoder
+        self,
+        thread: EngineThread,
+        requantiser: Requantiser,
+        checkpoint: Checkpoint,
+        encoder: PromptEncoder,
     ) -> None:
         self._thread = thread
-        self._info = info
+        self._requantiser = requantiser
         self._checkpoint = checkpoint
         self._encoder = encoder
         self._tokenizer = checkpoint.tokenizer.tokenizer
         self._request_ids = itertools.count(1)
-        self._seeds = random.Random(info.config.seed)
+        self._seeds = random.Random(self._info.config.seed)
         self._closed = False
 
     @classmethod
@@ -76,6 +82,7 @@ class Model:
             functools.partial(open_checkpoint, builder.source, progress=progress),
             abandon_on_cancel=True,
         )
+        files = WeightFiles.of(checkpoint, builder.source)
         encoder = _prompt_encoder(checkpoint)
         SamplingParams().resolve(checkpoint.generation_config)  # a bad file fails here, not later
         built: list[EngineInfo] = []
@@ -92,7 +99,8 @@ class Model:
         thread = EngineThread(make_engine, max_open=max_open)
         await thread.start()
         # The weights are read: what maps their files may go.
-        return cls(thread, built[0], attrs.evolve(checkpoint, tensors={}), encoder)
+        checkpoint = attrs.evolve(checkpoint, tensors={})
+        return cls(thread, Requantiser(built[0], files), checkpoint, encoder)
 
     # Asking
 
@@ -291,6 +299,33 @@ class Model:
         """
         await self._thread.call(lambda engine: engine.scheduler.clear_prefix_cache())
 
+    # Changing
+
+    async def re_isq_model(self, isq: Isq | str | int, *, progress: Progress = False) -> None:
+        """Quantise the weights of the running model to another type, as `with_isq` would have.
+
+        `isq` is a type or a number of bits. The weights are read again from the model's files, so
+        more bits bring back quality. No step runs meanwhile; streams then go on with the new
+        weights, which compute their keys and values again. `progress` is as for `with_progress`.
+        Cancelling who waits does not stop it.
+
+        Raises:
+            ConfigError: `isq` is no type and no number of bits.
+            UnsupportedError: nothing here computes with the type, or the device does not.
+            ModelLoadError: the files have changed or it does not fit, and nothing was changed; or
+                reading failed later: each weight is then the old or the new one.
+            EngineDeadError, EngineClosedError: there is no engine any more.
+        """
+        if not isinstance(progress, bool) and not callable(progress):
+            raise ConfigError(f"progress ({progress!r}) must be True, False or a function")
+        run = functools.partial(
+            self._requantiser.run,
+            isq=parse_isq(isq),
+            progress=_on_loop(progress, asyncio.get_running_loop()),
+            cancelled=lambda: self._thread.stopping,
+        )
+        await self._thread.call(run)
+
     # Ending
 
     async def aclose(self) -> None:
@@ -317,6 +352,10 @@ class Model:
         return f"<Model {self._checkpoint.name!r} ({self._info.architecture}) {state}>"
 
     # Inside
+
+    @property
+    def _info(self) -> EngineInfo:
+        return self._requantiser.info
 
     async def _generate(
         self, prompt_ids: Sequence[int], asked: RequestBuilder

@@ -28,6 +28,8 @@ class MemoryPlan:
     """Free on the device before anything is loaded."""
     num_parameters: int
     weight_bytes: int
+    weights: str
+    """The types the matrices are kept in, and how many there are of each."""
     activation_bytes: int
     """Temporary computation of a step, estimated from the batch limits."""
     reserve_bytes: int
@@ -94,7 +96,7 @@ class MemoryPlan:
         yield "device", self.device, f"{_mib(self.free_bytes)} free"
         if self.device_map is not None:
             yield "layers", "one device", f"{self.device} only; by size they would go {self._map()}"
-        millions = f"{self.num_parameters / 1e6:.1f} M parameters in {self.dtype}"
+        millions = f"{self.num_parameters / 1e6:.1f} M parameters, {self.weights}"
         yield "weights", _mib(self.weight_bytes), millions
         yield (
             "activations",

@@ -67,10 +67,10 @@ class Runner:
         cpu: bool = False,
         num_threads: int | None = None,
         throughput_logging: bool = False,
+        in_situ_quant: str | None = None,
         mtp_model: Any = None,
         mtp_n_predict: Any = None,
         num_device_layers: Any = None,
-        in_situ_quant: Any = None,
         anymoe_config: Any = None,
         enable_search: bool = False,
         search_embedding_model: Any = None,
@@ -84,7 +84,6 @@ class Runner:
             "mtp_model": mtp_model,
             "mtp_n_predict": mtp_n_predict,
             "num_device_layers": num_device_layers,
-            "in_situ_quant": in_situ_quant,
             "anymoe_config": anymoe_config,
             "enable_search": enable_search,
             "search_embedding_model": search_embedding_model,
@@ -96,7 +95,7 @@ class Runner:
         }.items():
             refuse("Runner", name, value)
         builder = (
-            builder_of(which)
+            builder_of(which, isq=in_situ_quant)
             .with_max_num_seqs(1)  # so that the token budget is checked against max_seqs alone
             .with_max_num_batched_tokens(max_num_batched_tokens)
             .with_max_num_seqs(max_seqs)
@@ -215,6 +214,18 @@ class Runner:
         """Return the longest prompt plus completion, in tokens."""
         self._check_model(model_id)
         return self._model.max_sequence_length()
+
+    def send_re_isq(self, dtype: str, model_id: str | None = None) -> None:
+        """Quantise the weights of the running model to another type, such as "q4k", or bits.
+
+        Where `mistralrs` returns at once and logs a failure, this waits, and raises it.
+
+        Raises:
+            RequestError: `model_id` names a model that is not this one.
+            ConfigError, ModelLoadError, EngineDeadError, EngineClosedError: as `Model`.
+        """
+        self._check_model(model_id)
+        self._model.re_isq_model(dtype)
 
     def list_models(self) -> list[str]:
         """Return the ids a request may name, besides "default": the loaded model's."""

@@ -12,6 +12,7 @@ import attrs
 from mistralrs_sdk.builder import GgufModelBuilder, ModelBuilder
 from mistralrs_sdk.config import ModelDType
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
+from mistralrs_sdk.topology import Topology
 from mistralrs_sdk.unsupported import unsupported
 
 _Path = str | os.PathLike[str]
@@ -64,11 +65,11 @@ class Which:
         dtype: ModelDType | str = attrs.field(default=ModelDType.AUTO, kw_only=True)
         hf_cache_path: _Path | None = attrs.field(default=None, kw_only=True)
         hf_revision: str | None = attrs.field(default=None, kw_only=True)
-        topology: Any = unsupported()
+        topology: Topology | _Path | None = attrs.field(default=None, kw_only=True)
+        imatrix: _Path | None = attrs.field(default=None, kw_only=True)
         organization: Any = unsupported()
         write_uqff: Any = unsupported()
         from_uqff: Any = unsupported()
-        imatrix: Any = unsupported()
         calibration_file: Any = unsupported()
         auto_map_params: Any = unsupported()
         matformer_config_path: Any = unsupported()
@@ -87,12 +88,12 @@ class Which:
         tokenizer_json: _Path | None = attrs.field(default=None, kw_only=True)
         hf_cache_path: _Path | None = attrs.field(default=None, kw_only=True)
         hf_revision: str | None = attrs.field(default=None, kw_only=True)
+        topology: Topology | _Path | None = attrs.field(default=None, kw_only=True)
+        imatrix: _Path | None = attrs.field(default=None, kw_only=True)
         tok_model_id: Any = unsupported()
-        topology: Any = unsupported()
         mmproj_filename: Any = unsupported()
         organization: Any = unsupported()
         write_uqff: Any = unsupported()
-        imatrix: Any = unsupported()
         calibration_file: Any = unsupported()
         auto_map_params: Any = unsupported()
         max_edge: Any = unsupported()
@@ -118,8 +119,8 @@ class Which:
     Speech = _no_variant("Speech")
 
 
-def builder_of(which: Which.Plain | Which.GGUF) -> ModelBuilder:
-    """The builder for that model, with nothing set but what `which` says.
+def builder_of(which: Which.Plain | Which.GGUF, *, isq: str | None = None) -> ModelBuilder:
+    """The builder for that model, with nothing set but `isq` and what `which` says.
 
     Raises:
         ConfigError: it is neither variant, or a value in it is wrong.
@@ -140,4 +141,12 @@ def builder_of(which: Which.Plain | Which.GGUF) -> ModelBuilder:
         builder = builder.from_hf_cache_path(which.hf_cache_path)
     if which.hf_revision is not None:
         builder = builder.with_hf_revision(which.hf_revision)
+    if isq is not None:
+        builder = builder.with_isq(isq)
+    if isinstance(which.topology, Topology):
+        builder = builder.with_topology(which.topology)
+    elif which.topology is not None:
+        builder = builder.with_topology_from_path(which.topology)
+    if which.imatrix is not None:
+        builder = builder.with_imatrix(which.imatrix)
     return builder

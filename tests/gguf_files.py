@@ -81,6 +81,7 @@ def write_gguf(
     *,
     types: dict[str, GGMLQuantizationType] | None = None,
 ) -> Path:
+    """A GGUF file; tensors that have a type are quantised to it, or, if bytes, are its blocks."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in values.items():
         if isinstance(value, bool):
@@ -95,8 +96,8 @@ def write_gguf(
             writer.add_array(key, value)
     for name, tensor in tensors.items():
         kind = (types or {}).get(name)
-        if kind is None:
-            writer.add_tensor(name, tensor)
+        if kind is None or tensor.dtype == np.uint8:
+            writer.add_tensor(name, tensor, raw_dtype=kind)
         else:
             writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()

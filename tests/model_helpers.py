@@ -29,12 +29,15 @@ def tiny_folder(name: str = "llama") -> Path:
 
 
 def tiny_builder(name: str = "llama", *, kv_tokens: int | None = None) -> ModelBuilder:
-    """A builder for a tiny checkpoint; blocks of 8 tokens, the pool in tokens if given."""
+    """A builder for a tiny checkpoint; blocks of 8 tokens, the pool in tokens if given.
+
+    In float32 throughout, like the oracle: by itself a CPU rounds weights, keys and values.
+    """
     paged = PagedAttentionMetaBuilder().with_block_size(8)
     if kv_tokens is not None:
         paged = paged.with_gpu_memory(MemoryGpuConfig.ContextSize(kv_tokens))
     builder = ModelBuilder(tiny_folder(name)).with_force_cpu().with_num_threads(1)
-    return builder.with_paged_attn(paged.build())
+    return builder.with_dtype("f32").with_paged_attn(paged.build())
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -201,7 +201,7 @@ def test_graph_size_is_refused():
     """The backend says that it has no CUDA graphs instead of ignoring the argument."""
     with pytest.raises(ValueError, match="graph_size 8"):
         UncachedSdpaBackend().plan(make_batch([(Row([0], [1]), 1)], 4), graph_size=8)
-    assert not SdpaBackend.supports_cuda_graph
+    assert not SdpaBackend.supports_graphs
 
 
 def test_cache_starts_as_zeros_and_stores_by_slot():

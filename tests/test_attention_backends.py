@@ -1,4 +1,4 @@
-"""Which backend attends, and that the native one says what torch's says."""
+"""Which backend attends to keys and values of which type, and that all of them say the same."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from mistralrs_sdk.attention.backend import AttentionSpec
 from mistralrs_sdk.attention.cpu import CpuBackend
 from mistralrs_sdk.attention.kv_cache import PagedKVCache
 from mistralrs_sdk.attention.sdpa import SdpaBackend
-from mistralrs_sdk.attention.select import select_backend
+from mistralrs_sdk.attention.select import KV_SWITCH, select_backend, select_kv_dtype
+from mistralrs_sdk.errors import ConfigError
 from mistralrs_sdk.kernels import native
+from mistralrs_sdk.layers.rotary import RotaryEmbedding
 from tests.batches import Row, make_batch
 from tests.model_helpers import continue_ids, expected, prompt, tiny_builder
 
@@ -35,20 +37,55 @@ def test_the_choice_names_every_reason_against(device, dtype, reason, name, name
     assert all(word in text for word, text in zip(named, choice.reasons, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("backend", "dtype", "user", "fast", "switch", "kept", "named"),
+    [
+        ("CpuBackend", "f32", False, True, "", "f16", "automatic"),
+        ("CpuBackend", "f32", False, True, "0", "f16", "automatic"),
+        ("CpuBackend", "f32", False, True, "on", "f32", KV_SWITCH),
+        ("CpuBackend", "f32", True, True, "", "f32", "user"),
+        ("CpuBackend", "f32", False, False, "", "f32", "slow"),
+        ("SdpaBackend", "f32", False, True, "", "f32", "model"),
+        ("SdpaBackend", "bf16", True, False, "1", "bf16", "model"),
+    ],
+)
+def test_keys_and_values_are_f16_where_that_is_fast_and_nobody_objects(
+    backend, dtype, user, fast, switch, kept, named
+):
+    """Native attention keeps f16 by itself; a dtype of the user's or the switch keeps f32."""
+    choice = select_kv_dtype(
+        backend, dtype, user_dtype=user, fast_halves=fast, environ={KV_SWITCH: switch}
+    )
+    assert choice.dtype == kept
+    assert named in choice.origin
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused():
+    """A slip must not change what is computed."""
+    with pytest.raises(ConfigError, match=r"MISTRALRS_CPU_KV_F32 \('f32'\) must be one of 1, true"):
+        select_kv_dtype(
+            "CpuBackend", "f32", user_dtype=False, fast_halves=True, environ={KV_SWITCH: "f32"}
+        )
+
+
 @needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_the_native_backend_equals_torch(window, softcap):
-    """A mixed batch of decodes and chunks over scattered blocks."""
+def test_the_native_backend_equals_torch(window, softcap, rotated, dtype):
+    """A mixed batch of decodes and chunks over scattered blocks, rotated or not; keys and values
+    are rounded to what the cache holds, nothing else is."""
     torch.manual_seed(0)
     spec = AttentionSpec(
         num_heads=6, num_kv_heads=2, head_dim=24, scale=0.2, window=window, softcap=softcap
     )
     backends = []
     for kind in (SdpaBackend, CpuBackend):
-        cache = PagedKVCache([spec], num_blocks=20, block_size=8, dtype=torch.float32, device="cpu")
+        cache = PagedKVCache([spec], num_blocks=20, block_size=8, dtype=dtype, device="cpu")
         backends.append(kind(cache))
     rows = [Row(list(range(30)), [3, 9, 1, 7]), Row(list(range(20)), [2, 5, 8])]
+    rope = RotaryEmbedding(24, 1e4)
     for counts in ((17, 9), (1, 5), (1, 1), (7, 1)):
         batch = make_batch(list(zip(rows, counts, strict=True)), 8)
         q = torch.randn(sum(counts), 6, 24)
@@ -56,8 +93,11 @@ def test_the_native_backend_equals_torch(window, softcap):
         outs = []
         for backend in backends:
             backend.plan(batch)
-            outs.append(backend.run(spec, 0, q, k, v))
-        torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-4)
+            rotation = rope(batch.positions, torch.float32) if rotated else None
+            outs.append(backend.run(spec, 0, q.clone(), k.clone(), v, rotation=rotation))
+        # A rotation that differs in the last bit may round to the next float16.
+        atol = 1e-3 if dtype is torch.float16 and rotated else 1e-5
+        torch.testing.assert_close(outs[0], outs[1], atol=atol, rtol=1e-4)
         for row, count in zip(rows, counts, strict=True):
             row.computed += count
 

@@ -30,6 +30,7 @@ def builder_for(cache: str, *, pool: str) -> ModelBuilder:
         builder = tiny_builder(NAME, kv_tokens=2048 if pool == "ample" else CONTEXT + 8)
     else:
         builder = ModelBuilder(tiny_folder(NAME)).with_force_cpu().with_num_threads(1)
+        builder = builder.with_dtype("f32")
         builder = builder.with_no_kv_cache() if cache == "none" else builder.with_paged_attn(None)
     return builder.with_max_model_len(CONTEXT).with_max_num_seqs(4 if pool == "ample" else 3)
 

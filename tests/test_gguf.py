@@ -190,6 +190,7 @@ def test_loaded_tensors_outlive_their_file(tmp_path):
 def test_dropping_a_checkpoint_closes_its_file(tmp_path):
     """No descriptor stays open after the last reference, nor after a failed opening."""
     path = tiny(tmp_path)
+    gc.collect()  # what other tests left open
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         open_gguf(path).tensors["model.norm.weight"].load()

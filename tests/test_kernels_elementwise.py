@@ -11,14 +11,18 @@ from mistralrs_sdk.kernels import native
 from mistralrs_sdk.kernels.attention import LayerCache
 from mistralrs_sdk.kernels.elementwise import (
     ACTIVATIONS,
-    argmax,
-    argmax_reference,
     gated,
     gated_reference,
     rms_norm,
     rms_norm_reference,
+    rope_table,
+    rope_table_reference,
     rotate_and_store,
     rotate_and_store_reference,
+    scale,
+    scale_reference,
+    softcap,
+    softcap_reference,
 )
 from mistralrs_sdk.layers.rotary import RotaryEmbedding
 
@@ -88,6 +92,70 @@ def test_gated_matches_the_reference(
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     tokens=rows,
+    pairs=st.integers(1, 40) | st.just(128),
+    magnitude=st.sampled_from([1.0, 1.3]),
+    highest=st.sampled_from([10, 4096, 1_000_000]),
+    seed=seeds,
+)
+def test_rope_table_is_exact_to_the_last_bit_but_one(
+    tokens: int, pairs: int, magnitude: float, highest: int, seed: int
+):
+    """Angles are rounded to float32 as in torch; their cosines and sines are as good as libm's."""
+    positions = torch.randint(0, highest, (tokens,), generator=torch.Generator().manual_seed(seed))
+    frequencies = 1e4 ** -(torch.arange(pairs) / pairs)
+    angles = (positions[:, None].float() * frequencies).double()
+
+    cos, sin = rope_table(positions, frequencies, magnitude=magnitude)
+
+    for mine, exact in ((cos, angles.cos()), (sin, angles.sin())):
+        first, second = mine[:, 0].double().split(pairs, -1)
+        torch.testing.assert_close(second, exact * magnitude, atol=1e-9, rtol=2e-7)
+        assert torch.equal(first, second if mine is cos else -second)
+    theirs = rope_table_reference(positions, frequencies, magnitude=magnitude)
+    torch.testing.assert_close((cos, sin), theirs, atol=3e-7, rtol=0)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(count=rows, size=st.integers(1, 70) | st.just(20_000), scale=st.sampled_from([1e-4, 1, 1e6]))
+def test_softcap_matches_the_reference(count: int, size: int, scale: float):
+    """Small scores stay, large ones end at the cap, in place."""
+    x = draw(count, size) * scale
+    expected = softcap_reference(x.double(), 30.0)
+
+    out = softcap(x, 30.0)
+
+    assert out is x
+    torch.testing.assert_close(out.double(), expected, atol=0, rtol=5e-7)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    count=rows,
+    size=st.integers(1, 70) | st.just(20_000),
+    factor=st.sampled_from([0.0, -1.0, 32**0.5, 1e30]),
+)
+def test_scale_is_the_reference(count: int, size: int, factor: float):
+    """Bit for bit, in place: both multiply by the factor in float32."""
+    x = draw(count, size)
+    expected = scale_reference(x.clone(), factor)
+
+    out = scale(x, factor)
+
+    assert out is x
+    assert torch.equal(out, expected)
+
+
+def test_a_scale_is_rounded_to_the_type_it_meets():
+    """As Gemma was trained in bfloat16: sqrt(3072) is 55.5 there."""
+    out = scale_reference(torch.ones(3, dtype=torch.bfloat16), 3072**0.5)
+
+    assert out.dtype == torch.bfloat16
+    assert out.tolist() == [55.5] * 3
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    tokens=rows,
     heads=st.integers(1, 9),
     kv_heads=st.integers(1, 3),
     head_dim=st.sampled_from([2, 6, 16, 24, 64, 80, 256]),
@@ -119,38 +187,6 @@ def test_rotate_and_store_matches_the_reference(
     assert torch.equal(mine[1].flatten(0, 1)[slots], mine[0][:, heads:-kv_heads].to(dtype))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(
-    count=rows,
-    size=st.integers(1, 70) | st.sampled_from([8192, 8193, 20_000]),
-    levels=st.sampled_from([1, 3, 1000]),
-    seed=seeds,
-)
-def test_argmax_matches_the_reference(count: int, size: int, levels: int, seed: int):
-    """The first of the greatest, however many are equal."""
-    x = (draw(count, size, seed=seed) * levels).round()
-    x = unaligned(x.clamp(-levels, levels))
-
-    assert torch.equal(argmax(x), argmax_reference(x))
-
-
-@pytest.mark.parametrize("place", [0, 15, 16, 8191, 8192, 19_999])
-@pytest.mark.parametrize("value", [NAN, INF, 9.0])
-def test_argmax_finds_what_stands_out(place: int, value: float):
-    """NaN is greater than all else, as in torch, wherever it stands."""
-    x = draw(2, 20_000).clamp(-8, 8)
-    x[1, place] = value
-    x[1, place + 1 :][::3] = value if value == value else INF
-
-    assert argmax(x)[1] == place
-    assert argmax(x)[0] == argmax_reference(x)[0]
-
-
-def test_argmax_of_minus_infinity_is_the_first():
-    """A row that is masked throughout has a result all the same."""
-    assert argmax(torch.full((2, 100), -INF)).tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_row_is_bit_equal_alone_and_in_a_batch(threads: int):
     """Neither the other rows nor the number of threads changes a bit."""
@@ -158,23 +194,34 @@ def test_a_row_is_bit_equal_alone_and_in_a_batch(threads: int):
     sums = residual.clone()
     norms = rms_norm(x, weight, eps=1e-5, residual=sums, num_threads=threads)
     halves = [gated(x, name, num_threads=threads) for name in ACTIVATIONS]
+    capped = softcap(x.clone(), 0.7, num_threads=threads)
 
     for i in (0, 1, 33, 69):
         one = residual[i : i + 1].clone()
         alone = rms_norm(unaligned(x[i : i + 1]), weight, eps=1e-5, residual=one, num_threads=1)
         assert torch.equal(alone[0], norms[i])
         assert torch.equal(one[0], sums[i])
+        assert torch.equal(softcap(x[i].clone(), 0.7), capped[i])
         for name, half in zip(ACTIVATIONS, halves, strict=True):
             assert torch.equal(gated(unaligned(x[i : i + 1]), name)[0], half[i])
 
 
-def test_norm_takes_heads_as_rows():
-    """Head norms are over the last dimension of [tokens, heads, head_dim]."""
-    x, weight = draw(5, 3, 16), draw(16)
+def test_norm_takes_some_heads_of_each_token():
+    """Head norms are over the last dimension of [tokens, heads, head_dim], a part of a wider
+    projection, which stays as it is; a residual may be one too."""
+    fused, weight = draw(5, 7, 16), draw(16)
+    before, others = fused.clone(), draw(5, 7, 16, seed=4)
+    expected = rms_norm_reference(fused[:, 2:5], weight, eps=1e-6)
+    sums = others[:, 2:5] + fused[:, 2:5]
 
-    out = rms_norm(x, weight, eps=1e-6)
+    out = rms_norm(fused[:, 2:5], weight, eps=1e-6)
+    torch.testing.assert_close(out, expected)
+    assert out.is_contiguous()
+    assert torch.equal(fused, before)
 
-    torch.testing.assert_close(out, rms_norm_reference(x, weight, eps=1e-6))
+    out = rms_norm(fused[:, 2:5], weight, eps=1e-6, residual=others[:, 2:5])
+    torch.testing.assert_close(out, rms_norm_reference(sums, weight, eps=1e-6))
+    assert torch.equal(others[:, 2:5], sums)
 
 
 def test_tensors_that_do_not_fit_are_refused():
@@ -186,12 +233,18 @@ def test_tensors_that_do_not_fit_are_refused():
         rms_norm(x, weight[:5], eps=1e-6)
     with pytest.raises(ValueError, match="do not fit together"):
         rms_norm(x, weight, eps=1e-6, residual=draw(3, 6))
-    with pytest.raises(ValueError, match=r"'relu' is not one of silu, gelu_pytorch_tanh"):
+    with pytest.raises(ValueError, match=r"x \[4, 6\] .*strides .* must be float32"):
+        rms_norm(draw(6, 4).T, weight, eps=1e-6)
+    with pytest.raises(ValueError, match=r"'relu' is not one of silu, gelu_pytorch_tanh, gelu"):
         gated(x, "relu")
+    with pytest.raises(ValueError, match=r"positions \[4\] .*int32"):
+        rope_table(torch.arange(4, dtype=torch.int32), weight)
+    with pytest.raises(ValueError, match="must be float32 and contiguous"):
+        softcap(x[:, :3], 1.0)
+    with pytest.raises(ValueError, match="must be float32 and contiguous"):
+        scale(x.double(), 1.0)
     with pytest.raises(ValueError, match="as many gates"):
         gated(draw(4, 5), "silu")
-    with pytest.raises(ValueError, match="at least one column"):
-        argmax(draw(4, 0))
 
 
 @pytest.mark.parametrize(("slot", "dim"), [(-1, 4), (16, 4), (3, 6)])

@@ -95,7 +95,8 @@ async def test_arriving_one_after_the_other():
 async def test_without_a_kv_cache(name):
     """with_no_kv_cache computes everything anew each step: slower, the same tokens."""
     prompts = [prompt(3, seed=1), prompt(37, seed=37)]
-    builder = ModelBuilder(tiny_folder(name)).with_num_threads(1).with_no_kv_cache()
+    builder = ModelBuilder(tiny_folder(name)).with_dtype("f32").with_num_threads(1)
+    builder = builder.with_no_kv_cache()
     async with await builder.build() as model:
         results = await asyncio.gather(*(continue_ids(model, ids, 12) for ids in prompts))
         assert results == [expected(name, tuple(ids), 12) for ids in prompts]

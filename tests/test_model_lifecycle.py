@@ -255,11 +255,12 @@ async def test_a_pool_smaller_than_the_models_context_shortens_it(caplog):
 
 async def test_describe_shows_every_setting_and_its_origin():
     """Names, values and origins: user, model, default or the machine."""
-    async with await tiny_builder().with_max_num_seqs(5).build() as model:
+    builder = tiny_builder().with_dtype("auto").with_max_num_seqs(5)
+    async with await builder.build() as model:
         lines = {line.split("  ")[0]: line for line in model.describe().splitlines()}
     assert re.search(r"\b5 +user$", lines["max_num_seqs"])
     assert lines["max_num_batched_tokens"].endswith("default")
-    assert lines["dtype"].endswith("automatic on cpu")
+    assert re.search(r"\bf32 +automatic on cpu\b", lines["dtype"])
     assert "512" in lines["max_model_len"]
     assert "user" in lines["device"]
 

@@ -23,9 +23,11 @@ BASE = {
     "device_map",
     "distributed",
     "errors",
+    "isq",
     "machine",
     "plan",
     "sampling_params",
+    "topology",
 }
 BELOW_MODELS = BASE | {"attention", "kernels", "layers", "quant"}
 ENGINE = BELOW_MODELS | {"loading", "models"}
@@ -73,9 +75,12 @@ TORCH_FREE = (
     "engine.sequence",
     "engine.whole_prefix_cache",
     "errors",
+    "isq",
     "machine",
     "plan",
+    "quant.isq",
     "sampling_params",
+    "topology",
 )
 HOMES = {  # a library, and the only places that may import it
     "flashinfer": ("attention/flashinfer.py",),

@@ -14,17 +14,17 @@ from mistralrs_sdk import (
     ConfigError,
     EngineConfig,
     MemoryGpuConfig,
-    MemoryPlan,
     ModelBuilder,
     ModelLoadError,
     PagedAttentionMetaBuilder,
 )
 from mistralrs_sdk.config import ModelSource
 from mistralrs_sdk.device_map import MapDevice
-from mistralrs_sdk.engine import build, memory
+from mistralrs_sdk.engine import build, memory, settle
 from mistralrs_sdk.engine.memory import integrated_fraction, plan_layers, plan_memory
 from mistralrs_sdk.engine.pool_size import GIB, MIB, DeviceMemory
 from mistralrs_sdk.loading import loader
+from mistralrs_sdk.loading.forms import choose_forms
 from mistralrs_sdk.loading.loader import open_checkpoint, prepare_model
 from tests.gguf_files import tiny
 from tests.model_helpers import tiny_folder
@@ -33,7 +33,8 @@ KV_PER_TOKEN = 4 * 2 * 2 * 16 * 4  # tiny llama: layers, keys and values, KV hea
 
 
 def builder(source: Path | None = None) -> ModelBuilder:
-    return ModelBuilder(source or tiny_folder()).with_force_cpu().with_num_threads(1)
+    base = ModelBuilder(source or tiny_folder()).with_force_cpu().with_num_threads(1)
+    return base.with_dtype("f32")
 
 
 def paged(memory_size: MemoryGpuConfig | None = None, block_size: int = 16):
@@ -309,24 +310,28 @@ async def test_progress_of_a_plan_is_reported_on_the_event_loop(free, monkeypatc
 # Several devices
 
 
-def tiny_plan(config: EngineConfig, free_bytes: int) -> tuple[MemoryPlan, object]:
-    model = prepare_model(open_checkpoint(ModelSource(model_id=tiny_folder())))
+def tiny_plan(config: EngineConfig, free_bytes: int):
+    checkpoint = open_checkpoint(ModelSource(model_id=tiny_folder()))
+    model = prepare_model(checkpoint)
     memory_there = DeviceMemory(free=free_bytes, total=free_bytes, is_cpu=False)
-    plan = plan_memory(model, config, name="tiny", dtype=torch.bfloat16, memory=memory_there)
-    return plan, model
+    forms = choose_forms(model, checkpoint, dtype=torch.bfloat16, packing="none")
+    plan = plan_memory(
+        model, config, name="tiny", forms=forms, dtype=torch.bfloat16, memory=memory_there
+    )
+    return plan, model, forms
 
 
 def test_a_plan_shows_where_layers_would_go():
     """Weights and the pool are divided by layer over the devices that there are."""
     config = EngineConfig(device="cuda:0", dtype="bf16")
-    plan, model = tiny_plan(config, 4 * GIB)
+    plan, model, forms = tiny_plan(config, 4 * GIB)
     kv, reserve = plan.kv_bytes // 4, plan.reserve_bytes
     devices = [
         MapDevice(name="cuda:0", capacity=reserve + plan.activation_bytes + MIB + 3 * kv),
         MapDevice(name="cuda:1", capacity=reserve + plan.activation_bytes + MIB + kv),
     ]
 
-    layers = plan_layers(model, config, plan, dtype=torch.bfloat16, devices=devices)
+    layers = plan_layers(model, config, plan, forms=forms, dtype=torch.bfloat16, devices=devices)
     shown = str(attrs.evolve(plan, device_map=layers))
 
     assert layers.placed == (("cuda:0", range(3)), ("cuda:1", range(3, 4)))
@@ -339,7 +344,7 @@ def test_the_first_of_several_gpus_is_used_and_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     origins: dict[str, str] = {}
 
-    device = build._choose_device(EngineConfig(), origins)
+    device = settle._choose_device(EngineConfig(), origins)
 
     assert device == torch.device("cuda:0")
     assert origins["device"] == "first of 2 CUDA devices; holds all layers"

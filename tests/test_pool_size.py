@@ -316,7 +316,7 @@ def test_attention_counts_where_it_is_wider():
     """Projections, the keys and values a tile reads, and the tile: scores if they are capped."""
     narrow = small_model(intermediate_size=1)
     residual = 1024 * 64 * (2 * 2 + 2 * 4) + 1024 * 2 * 16 * 2
-    projections, keys = 1024 * 18 * 16 * 2, 2 * 2048 * 2 * 16 * 2
+    projections, keys = 1024 * 24 * 16 * 2, 2 * 2048 * 2 * 16 * 2
 
     plain, capped = (
         activations(attrs.evolve(narrow, attn_softcap=cap)).mapped for cap in (None, 50.0)

@@ -74,7 +74,8 @@ async def test_any_sliding_window_with_chunks_and_prefix_cache(tmp_path, window)
     shared = [[*prompt(64, seed=64), *prompt(5, seed=i)] for i in range(2)]
     oracle = [hf_greedy(folder, ids, 40) for ids in [*prompts, *shared]]
     paged = PagedAttentionMetaBuilder().with_block_size(8).build()
-    builder = ModelBuilder(folder).with_num_threads(1).with_paged_attn(paged).with_max_num_seqs(4)
+    builder = ModelBuilder(folder).with_dtype("f32").with_num_threads(1).with_paged_attn(paged)
+    builder = builder.with_max_num_seqs(4)
     async with await builder.with_max_num_batched_tokens(8).build() as model:
         for _ in range(2):
             assert [await continue_ids(model, ids, 40) for ids in prompts] == oracle[:4]

@@ -22,6 +22,7 @@ from mistralrs_sdk import (
     SamplingParams,
     TextMessages,
 )
+from mistralrs_sdk.kernels import native
 from mistralrs_sdk.loading.gguf import open_gguf
 from tests.model_helpers import (
     assert_idle,
@@ -222,6 +223,7 @@ async def test_a_seeded_request_is_the_same_in_any_company():
         await assert_idle(model)
 
 
+@pytest.mark.skipif(not native.available(), reason="torch's products depend on the batch")
 @marked
 async def test_a_seeded_request_is_the_same_in_any_company_on_the_real_model(smol):
     """Alone, and twice among seeded and unseeded neighbours."""

@@ -25,6 +25,7 @@ LENGTHS = (1, 3, 12, 37, 64, 12, 40, 3)
 
 def unpaged(name: str = "llama_gqa93") -> ModelBuilder:
     builder = ModelBuilder(tiny_folder(name)).with_force_cpu().with_num_threads(1)
+    builder = builder.with_dtype("f32")
     return builder.with_paged_attn(None)
 
 
@@ -159,6 +160,7 @@ async def test_without_a_kv_cache(name):
     """with_no_kv_cache: other lengths wait their turn here too, and every token is the oracle's."""
     prompts = [prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
     builder = ModelBuilder(tiny_folder(name)).with_force_cpu().with_num_threads(1)
+    builder = builder.with_dtype("f32")
     async with await builder.with_no_kv_cache().build() as model:
         together = await asyncio.gather(*(continue_ids(model, ids, 8) for ids in prompts))
         assert together == [expected(name, tuple(ids), 8) for ids in prompts]

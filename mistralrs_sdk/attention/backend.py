@@ -1,4 +1,4 @@
-"""What the model and the attention backends agree on: specs, batches and the backend protocol."""
+"""What model and attention backends agree on: specs, rotations, batches, the backend protocol."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import attrs
+import torch
 from torch import Tensor
 
 
@@ -23,6 +24,21 @@ class AttentionSpec:
     """Scores become `softcap * tanh(scores / softcap)` before the softmax."""
 
 
+@attrs.frozen(eq=False)
+class Rotation:
+    """Cosines and sines of one step's positions, [num_tokens, 1, head_dim].
+
+    The first half of the sines is negated: rotating is `x * cos + swap_halves(x) * sin`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate [num_tokens, heads, head_dim]."""
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Batch:
     """One forward's input: the tokens of all its sequences, flat, without padding.
@@ -38,7 +54,9 @@ class Batch:
     slot_mapping: Tensor
     """[num_tokens] int64, where each token's key and value go: block * block_size + offset."""
     logits_indices: Tensor
-    """[num_logits] int64, the rows whose logits are wanted."""
+    """[num_logits] int64, the rows whose logits are wanted, ascending, none twice.
+
+    So as many as there are tokens are all of them, which the model takes without copying any."""
     query_start: Sequence[int]
     seq_lens: Sequence[int]
     """Tokens of each sequence after this forward."""
@@ -48,15 +66,28 @@ class Batch:
 class AttentionBackend(Protocol):
     """Attention over a store of keys and values. Plan once per step, run once per layer."""
 
-    supports_cuda_graph: ClassVar[bool]
+    supports_graphs: ClassVar[bool]
+    """Whether `plan` takes a `graph_size`: a graph is a step recorded once and then replayed."""
 
     def plan(self, batch: Batch, *, graph_size: int | None = None) -> None:
-        """Prepare for `batch`. With `graph_size`, fill the static buffers of that graph."""
+        """Prepare for `batch`. With `graph_size`, fill the static buffers of that graph.
 
-    def run(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v at the batch's slots, then attend.
+        The batch then has that many sequences, and its tensors are those of the graph already.
+        """
+
+    def run(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Rotate q and k if there is a rotation, store k and v at the batch's slots, then attend.
 
         q is [num_tokens, heads, head_dim]; k and v are [num_tokens, kv_heads, head_dim]; the result
-        has the shape of q.
+        has the shape of q. q and k may be rotated where they are: the caller needs them no more.
         """
         ...

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from mistralrs_sdk.attention.backend import AttentionSpec, Batch
+from mistralrs_sdk.attention.backend import AttentionSpec, Batch, Rotation
 from mistralrs_sdk.attention.kv_cache import DenseBatch, DenseKVCache
 from mistralrs_sdk.attention.sdpa import (
     Tile,
@@ -28,7 +28,7 @@ class DenseSdpaBackend:
     part's caches are brought together in `plan`; a step of the same sequences moves nothing.
     """
 
-    supports_cuda_graph: ClassVar[bool] = False
+    supports_graphs: ClassVar[bool] = False
 
     def __init__(self, cache: DenseKVCache) -> None:
         self._cache = cache
@@ -45,7 +45,18 @@ class DenseSdpaBackend:
             for (rows, length), members in alike.items()
         ]
 
-    def run(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in self._parts:
             out[part.where] = part.attend(spec, layer, q, k, v)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mistralrs_sdk.attention.backend import AttentionSpec, Batch
+from mistralrs_sdk.attention.backend import AttentionSpec, Batch, Rotation
 from mistralrs_sdk.attention.kv_cache import PagedKVCache
 
 TILE_ROWS = 512
@@ -20,7 +20,7 @@ TILE_ROWS = 512
 class SdpaBackend:
     """Attends to a `PagedKVCache`; prefill rows and decode rows may share a batch."""
 
-    supports_cuda_graph: ClassVar[bool] = False
+    supports_graphs: ClassVar[bool] = False
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
@@ -36,7 +36,18 @@ class SdpaBackend:
             device=batch.input_ids.device,
         )
 
-    def run(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
         self._cache.store(layer, self._slots, k, v)
         keys, values = self._cache.flat(layer)
         return self._plan.attend(spec, q, keys, values)
@@ -45,7 +56,7 @@ class SdpaBackend:
 class UncachedSdpaBackend:
     """Keeps nothing: each sequence's rows are all its tokens, and attend to each other."""
 
-    supports_cuda_graph: ClassVar[bool] = False
+    supports_graphs: ClassVar[bool] = False
 
     def plan(self, batch: Batch, *, graph_size: int | None = None) -> None:
         refuse_graph(self, graph_size)
@@ -65,7 +76,18 @@ class UncachedSdpaBackend:
             device=batch.input_ids.device,
         )
 
-    def run(self, spec: AttentionSpec, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
         return self._plan.attend(spec, q, k, v)
 
 

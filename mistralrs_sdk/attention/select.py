@@ -1,8 +1,17 @@
-"""Which backend attends to the paged KV cache: a pure choice that names every reason against."""
+"""Which backend attends to the paged KV cache, and in which type that is kept: pure choices."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
+
+from mistralrs_sdk.errors import ConfigError
+
+KV_SWITCH = "MISTRALRS_CPU_KV_F32"
+
+_ON = ("1", "true", "yes", "on")
+_OFF = ("0", "false", "no", "off")
 
 
 @attrs.frozen(kw_only=True)
@@ -13,6 +22,14 @@ class Choice:
     """Class name, for `describe()`."""
     reasons: tuple[str, ...] = ()
     """One sentence per backend that was passed over."""
+
+
+@attrs.frozen(kw_only=True)
+class KvChoice:
+    """The type of stored keys and values ("f32", "f16", ...), and where it comes from."""
+
+    dtype: str
+    origin: str
 
 
 def select_backend(*, device: str, dtype: str, native: str | None) -> Choice:
@@ -30,3 +47,42 @@ def select_backend(*, device: str, dtype: str, native: str | None) -> Choice:
     if not against:
         return Choice(name="CpuBackend")
     return Choice(name="SdpaBackend", reasons=tuple(against))
+
+
+def select_kv_dtype(
+    backend: str,
+    dtype: str,
+    *,
+    user_dtype: bool,
+    fast_halves: bool,
+    environ: Mapping[str, str],
+) -> KvChoice:
+    """Choose for the backend of that name and a model that computes in `dtype`.
+
+    `user_dtype` says that the user asked for that dtype, `fast_halves` that the CPU has
+    instructions between float16 and float32. The native backend keeps float16 then, unless the
+    user wants float32, in which case nothing is rounded.
+
+    Raises:
+        ConfigError: MISTRALRS_CPU_KV_F32 is neither on nor off.
+    """
+    wanted = _wants_f32(environ)
+    if backend != "CpuBackend":
+        return KvChoice(dtype=dtype, origin="the model's dtype")
+    if wanted:
+        return KvChoice(dtype="f32", origin=KV_SWITCH)
+    if user_dtype:
+        return KvChoice(dtype=dtype, origin="user's dtype")
+    if not fast_halves:
+        return KvChoice(dtype="f32", origin="this CPU is slow with f16")
+    return KvChoice(dtype="f16", origin="automatic on cpu")
+
+
+def _wants_f32(environ: Mapping[str, str]) -> bool:
+    text = environ.get(KV_SWITCH, "").strip().lower()
+    if text and text not in _ON + _OFF:
+        raise ConfigError(
+            f"{KV_SWITCH} ({environ[KV_SWITCH]!r}) must be one of {', '.join(_ON + _OFF)}; unset "
+            "it for float16 where the CPU is fast with it"
+        )
+    return text in _ON

@@ -166,6 +166,20 @@ def _add_method_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="CPU threads (the physical cores this process may use)",
     )
+    add("--isq", dest="with_isq", metavar="TYPE", help="quantise to 4 bits, 8, q4k, ...")
+    add(
+        "--topology",
+        dest="with_topology_from_path",
+        metavar="FILE",
+        help="YAML file with types for some layers",
+    )
+    # behind what is quantised, without which it is refused
+    add(
+        "--imatrix",
+        dest="with_imatrix",
+        metavar="FILE",
+        help="importance matrix for q2k to q6k",
+    )
     add("--seed", dest="with_seed", type=int, metavar="N", help="make sampled answers repeatable")
     add(
         "-c",

@@ -14,9 +14,8 @@ import torch
 from mistralrs_sdk.attention.backend import AttentionBackend
 from mistralrs_sdk.attention.cpu import CpuBackend
 from mistralrs_sdk.attention.dense import DenseSdpaBackend
-from mistralrs_sdk.attention.kv_cache import DenseKVCache, PagedKVCache, bytes_per_token
+from mistralrs_sdk.attention.kv_cache import DenseKVCache, PagedKVCache
 from mistralrs_sdk.attention.sdpa import SdpaBackend, UncachedSdpaBackend
-from mistralrs_sdk.attention.select import select_backend
 from mistralrs_sdk.config import (
     EngineConfig,
     MemoryGpuConfig,
@@ -33,30 +32,23 @@ from mistralrs_sdk.engine.memory import (
     device_memory,
     paged_config,
     plan_layers,
-    plan_memory,
 )
 from mistralrs_sdk.engine.model_runner import ModelRunner
 from mistralrs_sdk.engine.pool_size import KNOBS
 from mistralrs_sdk.engine.scheduler import Scheduler, SchedulerConfig
-from mistralrs_sdk.errors import ConfigError, ModelLoadError
-from mistralrs_sdk.kernels import native
+from mistralrs_sdk.engine.settle import TORCH_DTYPES, Settled, settle
+from mistralrs_sdk.errors import ModelLoadError
 from mistralrs_sdk.loading.checkpoint import Checkpoint
+from mistralrs_sdk.loading.forms import describe_forms, forms_as_kept, total_bytes
+from mistralrs_sdk.loading.imatrix import importance_of
 from mistralrs_sdk.loading.loader import (
-    check_weights_fit,
     load_model,
     open_checkpoint,
-    prepare_model,
 )
-from mistralrs_sdk.models.decoder import CausalLM
 from mistralrs_sdk.plan import MemoryPlan
 
 logger = logging.getLogger("mistralrs_sdk.engine")
 
-_TORCH_DTYPES = {
-    ModelDType.F32: torch.float32,
-    ModelDType.F16: torch.float16,
-    ModelDType.BF16: torch.bfloat16,
-}
 _model_uids = itertools.count()
 
 
@@ -71,7 +63,11 @@ class EngineInfo:
     vocab_size: int
     num_parameters: int
     weight_bytes: int
+    weights: str
+    """The types the matrices are kept in, and how many there are of each."""
     kv_bytes_per_token: int
+    kv_dtype: ModelDType
+    """The type keys and values are kept in."""
     num_blocks: int
     """Usable blocks of the KV pool; 0 without a KV cache."""
     attention: str
@@ -108,19 +104,21 @@ def build_engine(
     # For this thread, and for threads the process starts later: torch keeps one number for those.
     torch.set_num_threads(threads.num_threads)
     config = attrs.evolve(config, num_threads=threads.num_threads)
-    settled = _settle(checkpoint, config, origins)
+    settled = settle(checkpoint, config, origins)
     device, dtype = settled.device, settled.dtype
+    importance = None if config.imatrix is None else importance_of(checkpoint, config.imatrix)
     model = load_model(
         checkpoint,
         dtype=dtype,
         device=device,
         model=settled.model,
+        forms=settled.forms,
+        importance=importance,
         progress=progress,
         cancelled=cancelled,
     )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what reading the weights left behind
-    parameters = list(model.parameters())
     resolved, scheduler, backend = _choose_cache(settled, origins)
     runner = ModelRunner(
         model=model,
@@ -128,14 +126,17 @@ def build_engine(
         device=device,
         block_size=settled.plan.block_size,
     )
+    forms = forms_as_kept(settled.forms, model, dtype=dtype)
     info = EngineInfo(
         config=resolved,
         origins=origins,
         architecture=model.config.architecture,
         vocab_size=model.config.vocab_size,
-        num_parameters=sum(p.numel() for p in parameters),
-        weight_bytes=sum(p.numel() * p.itemsize for p in parameters),
-        kv_bytes_per_token=bytes_per_token(model.specs, dtype),
+        num_parameters=settled.plan.num_parameters,
+        weight_bytes=total_bytes(forms),
+        weights=describe_forms(forms.values()),
+        kv_bytes_per_token=settled.plan.kv_bytes_per_token,
+        kv_dtype=settled.kv_dtype,
         num_blocks=scheduler.stats().total_blocks,
         attention=type(backend).__name__,
         cpu_affinity=threads.pinned,
@@ -163,110 +164,23 @@ def plan_engine(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
     Raises:
         ConfigError, ModelLoadError, UnsupportedError: as `build_engine`.
     """
-    settled = _settle(checkpoint, config, {})
+    settled = settle(checkpoint, config, {})
     if settled.device.type != "cuda" or torch.cuda.device_count() == 1:
         return settled.plan
     devices = cuda_devices(settled.device, device_memory(settled.device))
     layers = plan_layers(
-        settled.model, settled.config, settled.plan, dtype=settled.dtype, devices=devices
+        settled.model,
+        settled.config,
+        settled.plan,
+        forms=settled.forms,
+        dtype=settled.dtype,
+        devices=devices,
     )
     return attrs.evolve(settled.plan, device_map=layers)
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Settled:
-    """What is known before the weights are read."""
-
-    config: EngineConfig
-    """With device and dtype resolved."""
-    device: torch.device
-    dtype: torch.dtype
-    model: CausalLM
-    """Its parameters are on "meta"."""
-    plan: MemoryPlan
-
-
-def _settle(checkpoint: Checkpoint, config: EngineConfig, origins: dict[str, str]) -> _Settled:
-    """Choose device, dtype and sizes: the one way for `build_engine` and `plan_engine`."""
-    device = _choose_device(config, origins)
-    if config.no_kv_cache or config.paged_attn is None:
-        _explain_unpaged(config, origins)
-    elif device.type == "cpu":
-        _explain_chunk_limit(config, origins)
-    kind = _choose_dtype(config, device, origins)
-    dtype = _TORCH_DTYPES[kind]
-    config = attrs.evolve(config, device=str(device), dtype=kind)
-    model = prepare_model(checkpoint)
-    check_weights_fit(model, checkpoint, dtype=dtype, device=device)
-    plan = plan_memory(
-        model, config, name=checkpoint.name, dtype=dtype, memory=device_memory(device)
-    )
-    return _Settled(config=config, device=device, dtype=dtype, model=model, plan=plan)
-
-
-def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.device:
-    if config.device is None:
-        origins["device"] = "best device of this machine"
-        if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            if count > 1:
-                origins["device"] = f"first of {count} CUDA devices; holds all layers"
-                return torch.device("cuda", 0)
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    origins["device"] = "user"
-    device = torch.device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device ({config.device!r}) needs CUDA; torch {torch.__version__} does not find it: "
-            'use with_device("cpu") or install a CUDA build of torch'
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device ({config.device!r}): this machine has {torch.cuda.device_count()} CUDA devices"
-        )
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(f"device ({config.device!r}) is not available: use with_device('cpu')")
-    return device
-
-
-def _explain_unpaged(config: EngineConfig, origins: dict[str, str]) -> None:
-    """Without paging, prompts run whole and lengths decide who computes when."""
-    for name in ("max_prefill_chunk_tokens", "max_decode_steps_before_prefill", "mixed_batches"):
-        origins[name] = "no effect without paging"
-        value = getattr(config, name)
-        if value != getattr(EngineConfig(), name):
-            logger.warning("%s (%s) has no effect without a paged KV cache", name, value)
-
-
-def _explain_chunk_limit(config: EngineConfig, origins: dict[str, str]) -> None:
-    """The chunk limit keeps kernels on an accelerator short; CPU scheduling does not use it."""
-    origins["max_prefill_chunk_tokens"] = "no effect on a CPU"
-    if config.max_prefill_chunk_tokens != EngineConfig().max_prefill_chunk_tokens:
-        logger.warning(
-            "max_prefill_chunk_tokens (%d) has no effect on a CPU: to split prompts there, "
-            "lower max_num_batched_tokens (%d)",
-            config.max_prefill_chunk_tokens,
-            config.max_num_batched_tokens,
-        )
-
-
-def _choose_dtype(
-    config: EngineConfig, device: torch.device, origins: dict[str, str]
-) -> ModelDType:
-    if config.dtype is not ModelDType.AUTO:
-        origins["dtype"] = "user"
-        return config.dtype
-    origins["dtype"] = f"automatic on {device.type}"
-    if device.type == "cpu":
-        return ModelDType.F32
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return ModelDType.BF16
-    return ModelDType.F16
-
-
 def _choose_cache(
-    settled: _Settled, origins: dict[str, str]
+    settled: Settled, origins: dict[str, str]
 ) -> tuple[EngineConfig, Scheduler | DefaultScheduler, AttentionBackend]:
     """Make the KV cache that was planned; returns the settings with nothing left open."""
     model, plan = settled.model, settled.plan
@@ -294,7 +208,7 @@ def _choose_cache(
             model.specs,
             num_blocks=plan.num_blocks + 1,
             block_size=plan.block_size,
-            dtype=settled.dtype,
+            dtype=TORCH_DTYPES[settled.kv_dtype],
             device=settled.device,
         )
     except (torch.OutOfMemoryError, OSError) as error:  # OSError: of mmap
@@ -309,20 +223,8 @@ def _choose_cache(
         BlockPool(plan.num_blocks + 1, plan.block_size),
         model=next(_model_uids),
     )
-    return resolved, scheduler, _choose_backend(cache, config, origins)
-
-
-def _choose_backend(
-    cache: PagedKVCache, config: EngineConfig, origins: dict[str, str]
-) -> CpuBackend | SdpaBackend:
-    on_cpu = cache.device.type == "cpu"  # asking for native kernels may compile them
-    choice = select_backend(
-        device=cache.device.type,
-        dtype=config.dtype.value,
-        native=native.reason() if on_cpu and not native.available() else None,
-    )
-    origins["attention"] = "; not ".join(("automatic", *choice.reasons))
-    return CpuBackend(cache) if choice.name == "CpuBackend" else SdpaBackend(cache)
+    backend = CpuBackend if settled.paged_backend == "CpuBackend" else SdpaBackend
+    return resolved, scheduler, backend(cache)
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:

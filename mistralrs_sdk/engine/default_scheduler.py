@@ -143,6 +143,16 @@ class DefaultScheduler:
         if self._prefixes is not None:
             self._prefixes.clear()
 
+    def forget_kv(self) -> None:
+        """Forget all keys and values, kept or not; running sequences compute theirs again."""
+        self.clear_prefix_cache()
+        if self._caches is None:
+            return
+        for sequence in self.running:
+            sequence.status = Status.PREFILL
+            sequence.num_computed_tokens = 0
+        self._caches.free([s.id for s in self.running])
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             running=len(self.running),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 import attrs
@@ -18,20 +19,30 @@ from mistralrs_sdk.engine.pool_size import (
     estimate_activations,
 )
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
+from mistralrs_sdk.loading.forms import Form, describe_forms, total_bytes
 from mistralrs_sdk.machine import available_memory, physical_memory
 from mistralrs_sdk.models.decoder import CausalLM
 from mistralrs_sdk.plan import MemoryPlan
 
 _FRACTION = "MISTRALRS_IGPU_MEMORY_FRACTION"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def plan_memory(
-    model: CausalLM, config: EngineConfig, *, name: str, dtype: torch.dtype, memory: DeviceMemory
+    model: CausalLM,
+    config: EngineConfig,
+    *,
+    name: str,
+    forms: Mapping[str, Form],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    memory: DeviceMemory,
 ) -> MemoryPlan:
     """Size everything before the weights are read.
 
-    The parameters of `model` may be on "meta". `config` has its device and dtype resolved;
-    `memory` is the device's before loading.
+    The parameters of `model` may be on "meta"; `forms` says how they are kept. `config` has its
+    device and dtype resolved; `kv_dtype` is of keys and values, `dtype` if not given; `memory` is
+    the device's before loading.
 
     Raises:
         ConfigError: a length or a size does not suit the model.
@@ -42,9 +53,8 @@ def plan_memory(
     if asked is not None and asked > context:
         raise ConfigError(f"max_model_len ({asked}) is longer than the model's context ({context})")
     length = asked or context
-    num_parameters = sum(p.numel() for p in model.parameters())
-    weight_bytes = num_parameters * dtype.itemsize
-    kv_per_token = 0 if config.no_kv_cache else bytes_per_token(model.specs, dtype)
+    weight_bytes = total_bytes(forms)
+    kv_per_token = 0 if config.no_kv_cache else bytes_per_token(model.specs, kv_dtype or dtype)
     activations = _activations(model, config, dtype=dtype, length=length)
     left = memory.after_loading(weight_bytes)
     paged = paged_config(config)
@@ -54,8 +64,9 @@ def plan_memory(
         device=str(config.device),
         dtype=config.dtype.value,
         free_bytes=memory.free,
-        num_parameters=num_parameters,
+        num_parameters=sum(form.num_values for form in forms.values()),
         weight_bytes=weight_bytes,
+        weights=describe_forms(forms.values()),
         activation_bytes=activations.total,
         reserve_bytes=left.reserve,
         cache="none" if config.no_kv_cache else "dense",
@@ -119,6 +130,7 @@ def plan_layers(
     config: EngineConfig,
     plan: MemoryPlan,
     *,
+    forms: Mapping[str, Form],
     dtype: torch.dtype,
     devices: list[MapDevice],
 ) -> DeviceMap:
@@ -127,9 +139,11 @@ def plan_layers(
     Raises:
         ModelLoadError: they do not fit.
     """
-    layers = [
-        sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in model.model.layers
-    ]
+    layers = [0] * model.config.num_layers
+    for name, form in forms.items():
+        match = _LAYER.match(name)
+        if match:
+            layers[int(match[1])] += form.num_bytes
     activations = _activations(model, config, dtype=dtype, length=plan.max_model_len)
     sizes = MapSizes(
         layers=layers,

@@ -87,16 +87,16 @@ def estimate_activations(
     """What the largest step computes besides keys and values: it grows with each of the limits.
 
     `itemsize` is the bytes of a value. Per token: the residual and its sum, its norm worked out in
-    float32, the rotations; then either queries, keys and values with their rotated copies and the
-    attention's result, or the MLP's gate, up, activation and product. Per step: one tile of
-    attention, and the keys and values of the sequence it reads. Per sequence: float32 logits and
-    their probabilities.
+    float32, the rotations; then either queries, keys and values, the first two normalised and then
+    rotated as well, and the attention's result, or the MLP's gate, up, activation and product. Per
+    step: one tile of attention, and the keys and values of the sequence it reads. Per sequence:
+    float32 logits and their probabilities.
     """
     tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
     heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
     residual = 2 * (itemsize + _FLOAT32) * tokens * model.hidden_size
     residual += 2 * len(set(model.ropes)) * head_dim * tokens * itemsize
-    attention = (3 * heads + 3 * kv_heads) * head_dim * tokens * itemsize
+    attention = (4 * heads + 4 * kv_heads) * head_dim * tokens * itemsize
     keys = max(_keys_in_sight(window, max_model_len) for window in model.windows)
     attention += 2 * keys * kv_heads * head_dim * itemsize
     # A kernel gets by with the mask; a soft cap needs the scores themselves, and their softmax.

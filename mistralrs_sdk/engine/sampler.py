@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from mistralrs_sdk.engine.request import LOWEST_LOGPROB, SampledToken, TokenLogprobs
+from mistralrs_sdk.kernels import elementwise, sampling
+from mistralrs_sdk.kernels.sampling import Amounts, Draw
 from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams
 
 DRY_MATCH_CAP = 50
 """Longest repetition DRY looks for."""
 
-_BLOCK = 256  # a draw finds its block of tokens first, then the token
-_NUCLEUS = 1024  # tokens ranked for top-p; a row whose mass lies beyond ranks them all
-_TIE_ROOM = 32  # tokens ranked past top-k, to see every tie at its edge
 _HUGE = 1e38  # keeps a penalty, bias or temperature within float32
 _BELOW_ONE = 1.0 - 2.0**-24
+_MOST = 2**31  # no vocabulary has so many tokens
 
 
-@attrs.define(slots=True, kw_only=True)
+@attrs.define(slots=True, kw_only=True, on_setattr=attrs.setters.NO_OP)
 class SamplerRow:
-    """What the sampler knows of the sequence behind one row of logits."""
+    """What the sampler knows of the sequence behind one row of logits.
+
+    It may be kept from step to step (`advance`): what the penalties need is then added up once.
+    """
 
     sampling: SamplingParams
     """Resolved: nothing that shapes the draw is None."""
@@ -40,11 +42,17 @@ class SamplerRow:
     position: int
     """Index of the token to be drawn in its sequence: prompt length + tokens generated so far."""
     prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    output_ids: list[int] = attrs.field(converter=list)
     dry_breakers: frozenset[int] = frozenset()
+    _drawing: _Drawing | None = attrs.field(default=None, init=False, eq=False, repr=False)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Be about the token that follows `tokens`, prompt and output: more than there were."""
+        output_ids = self.output_ids
+        output_ids.extend(tokens[len(self.prompt_ids) + len(output_ids) :])
+        self.position = len(tokens)
 
 
-@torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[SampledToken]:
     """Choose one token per row.
 
@@ -62,23 +70,20 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[SampledToken]:
         return []
     if logits.device.type == "mps":
         logits = logits.cpu()  # the draw needs float64, which MPS lacks; its memory is shared
-    logits = logits.float()
-    tokens, errors = _choose(logits, rows)
+    if logits.dtype is not torch.float32:
+        logits = logits.float()
+    native = elementwise.usable(logits)
+    draws = [_draw(row) for row in rows]
+    tokens, peaks = (sampling.draw if native else sampling.draw_reference)(logits, draws)
+    errors = [_complaint(peak) for peak in peaks]
     wanted = [
         i
         for i, row in enumerate(rows)
-        if errors[i] is None and (row.sampling.return_logprobs or row.sampling.top_n_logprobs)
+        if (row.sampling.return_logprobs or row.sampling.top_n_logprobs) and errors[i] is None
     ]
-    logprobs: dict[int, TokenLogprobs] = {}
-    if wanted:
-        reported = _logprobs(
-            _lines(logits, wanted),
-            [tokens[i] for i in wanted],
-            top_n=[rows[i].sampling.top_n_logprobs for i in wanted],
-        )
-        logprobs = dict(zip(wanted, reported, strict=True))
+    reported = _logprobs(logits, wanted, rows=rows, tokens=tokens, native=native) if wanted else {}
     return [
-        SampledToken(-1 if errors[i] else tokens[i], logprobs=logprobs.get(i), error=errors[i])
+        SampledToken(-1 if errors[i] else tokens[i], logprobs=reported.get(i), error=errors[i])
         for i in range(len(rows))
     ]
 
@@ -122,41 +127,6 @@ def dry_penalties(
     }
 
 
-def _choose(logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[list[int], list[str | None]]:
-    vocab = logits.shape[1]
-    peak, best = logits.max(dim=-1)  # NaN and +inf come out on top
-    settled = torch.ones_like(best, dtype=torch.bool)
-    source: list[tuple[Tensor, int]] = [(logits, i) for i in range(len(rows))]
-    edits = [i for i, row in enumerate(rows) if _edits_logits(row)]
-    if edits:
-        edited = logits[edits].contiguous()
-        _edit(edited, [rows[i] for i in edits])
-        peak[edits], best[edits] = edited.max(dim=-1)
-        for line, i in enumerate(edits):
-            source[i] = (edited, line)
-
-    def draw(widths: dict[int, int]) -> None:
-        groups: dict[tuple[bool, int], list[int]] = {}
-        for i, width in widths.items():
-            groups.setdefault((source[i][0] is logits, width), []).append(i)
-        for (_, width), group in groups.items():
-            x = _lines(source[group[0]][0], [source[i][1] for i in group])
-            group_rows = [rows[i] for i in group]
-            best[group], settled[group] = _draw(x, _lines(peak, group), group_rows, width=width)
-
-    drawn = {
-        i: _ranked_width(row, vocab) for i, row in enumerate(rows) if not row.sampling.is_greedy
-    }
-    draw(drawn)
-    tokens, peaks, done = torch.stack([best.double(), peak.double(), settled.double()]).tolist()
-    errors = [_complaint(value) for value in peaks]
-    late = [i for i in drawn if not done[i] and errors[i] is None]
-    if late:
-        draw(dict.fromkeys(late, vocab))
-        tokens = best.tolist()
-    return [int(token) for token in tokens], errors
-
-
 def _complaint(peak: float) -> str | None:
     """Why a row with this largest logit has no token, None if it has."""
     if math.isfinite(peak):
@@ -166,69 +136,99 @@ def _complaint(peak: float) -> str | None:
     return f"the model's logits hold {peak}: its weights or their number format overflow"
 
 
-def _lines(matrix: Tensor, lines: list[int]) -> Tensor:
-    # lines ascend, so as many as there are means all of them: no copy
-    return matrix if len(lines) == matrix.shape[0] else matrix[lines]
+@attrs.define(eq=False)
+class _Drawing:
+    """A row's draw, and what it takes to keep its penalties in step with the output."""
+
+    draw: Draw
+    num_seen: int = 0
+    """Tokens of the output that are part of it."""
+    known: set[int] = attrs.field(factory=set)
+    """Those in `draw.seen`."""
+    places: dict[int, int] = attrs.field(factory=dict)
+    """Where each token of the output is in `counts`, and without DRY in `draw.losses`."""
+    counts: list[int] = attrs.field(factory=list)
 
 
-def _edits_logits(row: SamplerRow) -> bool:
+def _draw(row: SamplerRow) -> Draw:
+    """The draw of a row's next token."""
     params = row.sampling
-    return bool(
-        params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or params.logits_bias
-        or (params.dry_params and params.dry_params.multiplier)
+    drawing = row._drawing
+    if drawing is None:
+        drawing = row._drawing = _Drawing(_first_draw(params))
+        if params.repetition_penalty != 1.0:
+            _see(drawing, row.prompt_ids)
+    draw = drawing.draw
+    new = row.output_ids[drawing.num_seen :]
+    drawing.num_seen += len(new)
+    if params.repetition_penalty != 1.0:
+        _see(drawing, new)
+    dry = params.dry_params if params.dry_params and params.dry_params.multiplier else None
+    if params.frequency_penalty or params.presence_penalty:
+        _count(drawing, new)
+        if dry is None:
+            _charge(drawing, new, params)
+    if dry is not None:
+        context = [*row.prompt_ids, *row.output_ids]
+        losses = dry_penalties(context, dry, breakers=row.dry_breakers)
+        for token, count in zip(drawing.places, drawing.counts, strict=True):
+            losses[token] = losses.get(token, 0.0) + _loss(count, params)
+        draw.losses = _amounts(losses.items())
+    if draw.temperature:
+        draw.u = uniform(row.seed, row.choice, row.position)
+    return draw
+
+
+def _first_draw(params: SamplingParams) -> Draw:
+    """What does not change from token to token."""
+    bias = params.logits_bias or {}
+    return Draw(
+        repetition=max(_bounded(_known(params.repetition_penalty)), 1 / _HUGE),
+        gains=_amounts((token, amount) for token, amount in bias.items() if token < _MOST),
+        temperature=0.0 if params.is_greedy else min(_known(params.temperature), _HUGE),
+        top_k=min(int(_known(params.top_k)), _MOST),
+        top_p=_known(params.top_p),
+        min_p=min(_known(params.min_p), _BELOW_ONE),  # the most likely token always stays
     )
 
 
-def _edit(x: Tensor, rows: Sequence[SamplerRow]) -> None:
-    """Apply penalties and bias to x [rows, vocab] in place; skip ids it lacks."""
-    flat = x.view(-1)
-    vocab = x.shape[1]
-    losses: dict[int, float] = {}
-    gains: dict[int, float] = {}
-    seen: list[Tensor] = []
-    factors: list[float] = []
-    for line, row in enumerate(rows):
-        params, start = row.sampling, line * vocab
-        for token, loss in _losses(row).items():
-            if token < vocab:
-                losses[start + token] = _bounded(loss)
-        if params.repetition_penalty != 1.0:
-            ids = torch.tensor([*row.prompt_ids, *row.output_ids], dtype=torch.int64)
-            seen.append(ids[ids < vocab] + start)
-            factors.append(max(_bounded(_known(params.repetition_penalty)), 1 / _HUGE))
-        for token, bias in (params.logits_bias or {}).items():
-            if token < vocab:
-                gains[start + token] = _bounded(bias)
-    if losses:
-        at, amount = _entries(losses, x)
-        flat[at] -= amount
-    if seen:
-        at = torch.cat(seen).to(x.device)
-        counts = torch.tensor([len(ids) for ids in seen])
-        factor = torch.tensor(factors, dtype=x.dtype).repeat_interleave(counts).to(x.device)
-        old = flat[at]
-        # an id seen twice is written twice with the same value: penalised once
-        flat[at] = torch.where(old > 0, old / factor, old * factor)
-    if gains:
-        at, amount = _entries(gains, x)
-        flat[at] += amount
+def _see(drawing: _Drawing, tokens: Iterable[int]) -> None:
+    known, seen = drawing.known, drawing.draw.seen
+    for token in tokens:
+        if token not in known:
+            known.add(token)
+            seen.append(token)
 
 
-def _losses(row: SamplerRow) -> dict[int, float]:
-    """What DRY, frequency and presence penalty subtract, by token."""
-    params = row.sampling
-    losses: dict[int, float] = {}
-    if params.dry_params and params.dry_params.multiplier:
-        context = [*row.prompt_ids, *row.output_ids]
-        losses = dry_penalties(context, params.dry_params, breakers=row.dry_breakers)
-    if params.frequency_penalty or params.presence_penalty:
-        frequency, presence = _known(params.frequency_penalty), _known(params.presence_penalty)
-        for token, count in Counter(row.output_ids).items():
-            losses[token] = losses.get(token, 0.0) + count * frequency + presence
-    return losses
+def _count(drawing: _Drawing, tokens: Iterable[int]) -> None:
+    places, counts = drawing.places, drawing.counts
+    for token in tokens:
+        if token in places:
+            counts[places[token]] += 1
+        else:
+            places[token] = len(counts)
+            counts.append(1)
+
+
+def _charge(drawing: _Drawing, tokens: Iterable[int], params: SamplingParams) -> None:
+    """Bring the losses of tokens that were counted up to date."""
+    losses = drawing.draw.losses
+    for token in tokens:
+        place = drawing.places[token]
+        loss = _bounded(_loss(drawing.counts[place], params))
+        if place < len(losses.ids):
+            losses.values[place] = loss
+        else:
+            losses.append(token, loss)
+
+
+def _loss(count: int, params: SamplingParams) -> float:
+    """What frequency and presence penalty subtract from a token that occurred."""
+    return count * _known(params.frequency_penalty) + _known(params.presence_penalty)
+
+
+def _amounts(amounts: Iterable[tuple[int, float]]) -> Amounts:
+    return Amounts.of((token, _bounded(amount)) for token, amount in amounts)
 
 
 def _known(value: float | None) -> float:
@@ -240,148 +240,25 @@ def _bounded(value: float) -> float:
     return max(-_HUGE, min(_HUGE, value))
 
 
-def _entries(values: dict[int, float], like: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        torch.tensor(list(values), dtype=torch.int64, device=like.device),
-        torch.tensor(list(values.values()), dtype=like.dtype, device=like.device),
+def _logprobs(
+    logits: Tensor,
+    lines: list[int],
+    *,
+    rows: Sequence[SamplerRow],
+    tokens: Sequence[int],
+    native: bool,
+) -> dict[int, TokenLogprobs]:
+    """What the rows of these numbers report about their tokens."""
+    top_n = [rows[i].sampling.top_n_logprobs for i in lines]
+    width = min(max(top_n), logits.shape[1])
+    chosen = [tokens[i] for i in lines]
+    reported = (sampling.logprobs if native else sampling.logprobs_reference)(
+        logits, lines, tokens=chosen, top=width, lowest=LOWEST_LOGPROB
     )
-
-
-def _top_k(row: SamplerRow, vocab: int) -> int:
-    top_k = int(_known(row.sampling.top_k))
-    return top_k if 0 < top_k < vocab else vocab
-
-
-def _ranked_width(row: SamplerRow, vocab: int) -> int:
-    """How many of the most likely tokens a row needs in order; 0 for none."""
-    top_k = _top_k(row, vocab)
-    if top_k < vocab:
-        width = 1 << (top_k + _TIE_ROOM - 1).bit_length()  # few widths: few groups
-        return min(width, vocab) if width <= _NUCLEUS else vocab
-    return min(_NUCLEUS, vocab) if _known(row.sampling.top_p) < 1 else 0
-
-
-def _draw(
-    x: Tensor, peak: Tensor, rows: Sequence[SamplerRow], *, width: int
-) -> tuple[Tensor, Tensor]:
-    """Draw a token per row of x from its `width` best, from all of them if that is 0.
-
-    The second result is False where a filter or a tie reaches past `width`: that token is void.
-    """
-    vocab = x.shape[1]
-    settings = torch.tensor(
-        [
-            (
-                min(_known(row.sampling.temperature), _HUGE),
-                _top_k(row, vocab),
-                row.sampling.top_p,
-                min(_known(row.sampling.min_p), _BELOW_ONE),  # the most likely token always stays
-                uniform(row.seed, row.choice, row.position),
-            )
-            for row in rows
-        ],
-        dtype=torch.float64,
-        device=x.device,
-    )
-    temperature, limit, top_p, min_p, u = settings.split(1, dim=1)
-    temperature, min_p = temperature.float(), min_p.float()
-    if width == 0:
-        weights = _weights(x, peak, temperature)
-        if any(row.sampling.min_p for row in rows):
-            weights.mul_(torch.gt(weights, min_p, out=torch.empty_like(weights)))
-        return _pick(weights, u), torch.ones_like(u[:, 0], dtype=torch.bool)
-
-    values, ids = _ranked(x, width)
-    best = torch.exp((values - peak[:, None]) / temperature)
-    through = best.cumsum(-1, dtype=torch.float64)
-    mass = through.gather(1, limit.long().clamp(max=width) - 1)
-    if any(_top_k(row, vocab) > width for row in rows):
-        everything = _block_sums(_weights(x, peak, temperature)).sum(-1, keepdim=True)
-        mass = torch.where(limit > width, everything, mass)
-    rank = torch.arange(width, device=x.device)
-    kept = (rank < limit) & (through - best < top_p * mass) & (best > min_p) | (rank == 0)
-    edge = kept.sum(-1, keepdim=True)
-    beyond = values[:, -1:] < values.gather(1, edge - 1)
-    settled = (edge < width) & beyond | (width == vocab)
-    place = _pick(_padded(best * kept), u).clamp(max=width - 1)  # a row of NaN may point past it
-    return ids.gather(1, place[:, None])[:, 0], settled[:, 0]
-
-
-def _ranked(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest values of each row and their ids, equals by lowest id first.
-
-    If equal values straddle the end, which of them are in is not defined.
-    """
-    if width == x.shape[1]:
-        return torch.sort(x, dim=-1, descending=True, stable=True)
-    values, ids = x.topk(width, sorted=False)
-    ids, order = ids.sort(-1)
-    values, order = torch.sort(values.gather(1, order), dim=-1, descending=True, stable=True)
-    return values, ids.gather(1, order)
-
-
-def _weights(x: Tensor, peak: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """Unnormalised probabilities, the largest being 1; zeros pad the row to whole blocks."""
-    rows, vocab = x.shape
-    padded = x.new_empty(rows, -(-vocab // _BLOCK) * _BLOCK)
-    padded[:, vocab:] = 0.0
-    # the peak goes first: dividing large logits by a tiny temperature would lose their difference
-    body = torch.sub(x, peak[:, None], out=padded[:, :vocab])
-    if temperature is not None:
-        body /= temperature
-    body.exp_()
-    return padded
-
-
-def _padded(weights: Tensor) -> Tensor:
-    short = -weights.shape[1] % _BLOCK
-    return torch.nn.functional.pad(weights, (0, short)) if short else weights
-
-
-def _block_sums(weights: Tensor) -> Tensor:
-    # sums of blocks are added the same way whatever the number of rows or threads
-    return weights.view(weights.shape[0], -1, _BLOCK).sum(-1).double()
-
-
-def _pick(weights: Tensor, u: Tensor) -> Tensor:
-    """Invert the cumulative weights at u [rows, 1]: one index per row, never one of weight 0."""
-    sums = _block_sums(weights)
-    through = sums.cumsum(-1)
-    target = u * through[:, -1:]
-    block = _first_past(sums, through, target)
-    inside = weights.view(weights.shape[0], -1, _BLOCK)
-    inside = inside.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double()
-    before = (through - sums).gather(1, block)
-    token = _first_past(inside, inside.cumsum(-1), target - before)
-    return (block * _BLOCK + token)[:, 0]
-
-
-def _first_past(weights: Tensor, through: Tensor, target: Tensor) -> Tensor:
-    """First index whose cumulative weight exceeds the target; else the last possible one."""
-    possible = weights > 0
-    hit = possible & (through > target)
-    first = hit.int().argmax(-1, keepdim=True)
-    last = weights.shape[1] - 1 - possible.flip(-1).int().argmax(-1, keepdim=True)
-    return torch.where(hit.any(-1, keepdim=True), first, last)
-
-
-def _logprobs(x: Tensor, tokens: Sequence[int], *, top_n: Sequence[int]) -> list[TokenLogprobs]:
-    peak = x.amax(dim=-1)
-    total = _block_sums(_weights(x, peak)).sum(-1, keepdim=True)
-    normaliser = peak[:, None].double() + total.log()
-    chosen = x.gather(1, torch.tensor(tokens, device=x.device)[:, None])
-    width = min(max(top_n), x.shape[1])
-    values, ids = _ranked(x, min(width + _TIE_ROOM, x.shape[1]))
-    reported = torch.cat([chosen, values[:, :width]], dim=1).double() - normaliser
-    reported = reported.clamp(LOWEST_LOGPROB, 0.0)
-    lines = torch.cat([reported, ids[:, :width].double()], dim=1).tolist()
-    return [
-        TokenLogprobs(
-            token_id=token,
-            logprob=line[0],
-            top=tuple(
-                (int(line[1 + width + rank]), line[1 + rank]) for rank in range(min(n, width))
-            ),
-        )
-        for line, token, n in zip(lines, tokens, top_n, strict=True)
-    ]
+    found = {}
+    for line, token, n, values in zip(lines, chosen, top_n, reported, strict=True):
+        n = min(n, width)
+        ids = map(int, values[1 + width : 1 + width + n])
+        top = tuple(zip(ids, values[1 : 1 + n], strict=True))
+        found[line] = TokenLogprobs(token_id=token, logprob=values[0], top=top)
+    return found

@@ -184,6 +184,12 @@ class Scheduler:
         """Forget all cached prefixes; running sequences keep their blocks."""
         self.pool.clear_prefixes()
 
+    def forget_kv(self) -> None:
+        """Forget all keys and values, cached or not; running sequences are preempted."""
+        for sequence in sorted(self.running, key=_rank, reverse=True):
+            self._preempt(sequence)
+        self.pool.clear_prefixes()
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             running=len(self.running),

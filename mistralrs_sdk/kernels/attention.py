@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-
 import attrs
 import torch
 from torch import Tensor
@@ -13,11 +10,6 @@ from mistralrs_sdk.kernels import native
 
 CACHE_DTYPES = (torch.float32, torch.float16)
 """How keys and values may be stored; queries, new keys and results are float32."""
-
-_INT, _LONG, _FLOAT = ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_POINTER = ctypes.c_void_p
-CACHE_ARGUMENTS = (_POINTER, _POINTER, _INT, _LONG, _INT, _INT, _INT)
-"""The types of `LayerCache.arguments`."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -120,8 +112,9 @@ def paged_attention(
             f"q {list(q.shape)} does not fit the cache {list(cache.k.shape)}: it needs its "
             "head_dim, and a multiple of its kv_heads"
         )
-    out = torch.empty(q.shape)
-    wrong = _loaded().mistralrs_paged_attention(
+    out = q.new_empty(q.shape)
+    wrong = native.call(
+        "mistralrs_paged_attention",
         q.data_ptr(),
         q.stride(0),
         out.data_ptr(),
@@ -143,6 +136,11 @@ def paged_attention(
     return out
 
 
+def has_fast_halves() -> bool:
+    """Whether the kernels were compiled for a CPU that converts float16 by instructions."""
+    return bool(native.call("mistralrs_has_fast_halves"))
+
+
 def store_kv(k: Tensor, v: Tensor, *, slots: Tensor, cache: LayerCache) -> None:
     """Write the keys and values of new tokens, rounded to what the cache holds.
 
@@ -162,7 +160,8 @@ def store_kv(k: Tensor, v: Tensor, *, slots: Tensor, cache: LayerCache) -> None:
             f"of the cache {list(cache.k.shape)}"
         )
     check_slots(slots)
-    wrong = _loaded().mistralrs_store_kv(
+    wrong = native.call(
+        "mistralrs_store_kv",
         k.data_ptr(),
         k.stride(0),
         v.data_ptr(),
@@ -243,18 +242,3 @@ def check_rows(name: str, x: Tensor) -> None:
             f"{name} {list(x.shape)} ({x.dtype}, strides {x.stride()}) must be float32 with its "
             "last two dimensions contiguous"
         )
-
-
-@functools.cache
-def _loaded() -> ctypes.CDLL:
-    library = native.required()
-    tensor = (_POINTER, _LONG)
-    library.mistralrs_paged_attention.restype = _INT
-    library.mistralrs_paged_attention.argtypes = [
-        *(*tensor, *tensor, _INT, _FLOAT, _INT, _FLOAT, _INT),
-        *CACHE_ARGUMENTS,
-        *(*tensor, _POINTER, _POINTER, _INT),
-    ]
-    library.mistralrs_store_kv.restype = _LONG
-    library.mistralrs_store_kv.argtypes = [*tensor, *tensor, *tensor, *CACHE_ARGUMENTS]
-    return library

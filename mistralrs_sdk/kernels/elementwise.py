@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from mistralrs_sdk.kernels import native
 from mistralrs_sdk.kernels.attention import (
-    CACHE_ARGUMENTS,
     LayerCache,
     check_rows,
     check_slots,
@@ -19,8 +15,13 @@ from mistralrs_sdk.kernels.attention import (
     store_kv_reference,
 )
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 """What `gated` knows, in the order of the kernel's numbers."""
+
+
+def usable(x: Tensor) -> bool:
+    """Whether these kernels can take x: float32 on a CPU that has them."""
+    return x.is_cpu and x.dtype is torch.float32 and native.available()
 
 
 def rms_norm(
@@ -34,15 +35,16 @@ def rms_norm(
 ) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension.
 
-    x is [..., size] float32, weight [size]. With a `residual` of x's shape, that is increased by x
-    in place, and the sum is what is normalised. `num_threads` defaults to torch's.
+    x is [tokens, size] or [tokens, heads, size] float32, dense but for the stride from token to
+    token, weight [size]. With a `residual` of x's shape, that is increased by x in place, and the
+    sum is what is normalised. `num_threads` defaults to torch's.
 
     Raises:
         ValueError: the tensors do not fit together, or are not float32 with dense rows.
     """
     size = weight.shape[-1]
-    rows = _rows("x", x)
-    others = residual if residual is None else _rows("residual", residual)
+    x_stride = _row_stride("x", x)
+    residual_stride = 0 if residual is None else _row_stride("residual", residual)
     _check_dense("weight", weight)
     if (
         weight.ndim != 1
@@ -51,21 +53,63 @@ def rms_norm(
     ):
         shapes = [list(t.shape) for t in (x, weight, residual) if t is not None]
         raise ValueError(f"x, weight and residual do not fit together: their shapes are {shapes}")
-    out = torch.empty(x.shape)
-    _loaded().mistralrs_rms_norm(
-        rows.data_ptr(),
-        rows.stride(0),
-        None if others is None else others.data_ptr(),
-        0 if others is None else others.stride(0),
+    out = x.new_empty(x.shape)
+    native.call(
+        "mistralrs_rms_norm",
+        x.data_ptr(),
+        x_stride,
+        0 if residual is None else residual.data_ptr(),
+        residual_stride,
         weight.data_ptr(),
         offset,
         eps,
         out.data_ptr(),
-        len(rows),
+        x.shape[0],
+        1 if x.ndim == 2 else x.shape[1],
         size,
         num_threads or torch.get_num_threads(),
     )
     return out
+
+
+def rope_table(
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    magnitude: float = 1.0,
+    num_threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position times every frequency, times `magnitude`.
+
+    positions is [tokens] int64, frequencies [pairs] float32; both results are
+    [tokens, 1, 2 * pairs] float32, all pairs twice, the first half of the sines negated: what
+    `rotate_and_store` takes.
+
+    Raises:
+        ValueError: the tensors are something else.
+    """
+    _check_dense("frequencies", frequencies)
+    right = positions.dtype == torch.int64 and positions.is_contiguous()
+    if not right or positions.ndim != 1 or frequencies.ndim != 1:
+        raise ValueError(
+            f"positions {list(positions.shape)} ({positions.dtype}) must be int64, contiguous and "
+            f"of one dimension, as frequencies {list(frequencies.shape)} must be"
+        )
+    tokens, pairs = len(positions), len(frequencies)
+    cos = frequencies.new_empty((tokens, 1, 2 * pairs))
+    sin = frequencies.new_empty((tokens, 1, 2 * pairs))
+    native.call(
+        "mistralrs_rope_table",
+        positions.data_ptr(),
+        frequencies.data_ptr(),
+        magnitude,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        tokens,
+        pairs,
+        num_threads or torch.get_num_threads(),
+    )
+    return cos, sin
 
 
 def rotate_and_store(
@@ -103,7 +147,8 @@ def rotate_and_store(
         if table.numel() != tokens * dim:
             raise ValueError(f"{name} {list(table.shape)} must be [{tokens}, {dim}]")
     check_slots(slots)
-    wrong = _loaded().mistralrs_rotate_and_store(
+    wrong = native.call(
+        "mistralrs_rotate_and_store",
         q.data_ptr(),
         q.stride(0),
         k.data_ptr(),
@@ -123,22 +168,23 @@ def rotate_and_store(
 
 
 def gated(x: Tensor, activation: str, *, num_threads: int | None = None) -> Tensor:
-    """`activation(gate) * up` of x [..., 2 * size] float32, gates first; the result is [..., size].
+    """`activation(gate) * up` of x [tokens, 2 * size] float32, gates first: [tokens, size].
 
     Raises:
         ValueError: the activation is none of ACTIVATIONS, or x is not float32 with dense rows.
     """
     number = _activation(activation)
-    rows = _rows("x", x)
-    if x.shape[-1] % 2:
-        raise ValueError(f"x {list(x.shape)} must have as many gates as other values")
-    size = x.shape[-1] // 2
-    out = torch.empty((*x.shape[:-1], size))
-    _loaded().mistralrs_gated(
-        rows.data_ptr(),
-        rows.stride(0),
+    if x.ndim != 2 or x.shape[1] % 2:
+        raise ValueError(f"x {list(x.shape)} must be rows of as many gates as other values")
+    x_stride = _row_stride("x", x)
+    tokens, size = x.shape[0], x.shape[1] // 2
+    out = x.new_empty((tokens, size))
+    native.call(
+        "mistralrs_gated",
+        x.data_ptr(),
+        x_stride,
         out.data_ptr(),
-        len(rows),
+        tokens,
         size,
         number,
         num_threads or torch.get_num_threads(),
@@ -146,27 +192,30 @@ def gated(x: Tensor, activation: str, *, num_threads: int | None = None) -> Tens
     return out
 
 
-def argmax(x: Tensor, *, num_threads: int | None = None) -> Tensor:
-    """The index of the greatest element of each row of x [rows, size] float32, int64 [rows].
-
-    The first of equals wins, and NaN is greater than all else.
+def softcap(x: Tensor, cap: float, *, num_threads: int | None = None) -> Tensor:
+    """Make x (float32, contiguous) `cap * tanh(x / cap)` in place, and return it.
 
     Raises:
-        ValueError: x has no columns, or is not float32 with dense rows.
+        ValueError: x is something else.
     """
-    if x.ndim != 2 or not x.shape[1]:
-        raise ValueError(f"x {list(x.shape)} must be [rows, size] with at least one column")
-    rows = _rows("x", x)
-    out = torch.empty(len(rows), dtype=torch.int64)
-    _loaded().mistralrs_argmax(
-        rows.data_ptr(),
-        rows.stride(0),
-        out.data_ptr(),
-        len(rows),
-        x.shape[1],
-        num_threads or torch.get_num_threads(),
+    _check_dense("x", x)
+    native.call(
+        "mistralrs_softcap", x.data_ptr(), x.numel(), cap, num_threads or torch.get_num_threads()
     )
-    return out
+    return x
+
+
+def scale(x: Tensor, factor: float, *, num_threads: int | None = None) -> Tensor:
+    """Make x (float32, contiguous) `x * factor` in place, and return it; float32 factor.
+
+    Raises:
+        ValueError: x is something else.
+    """
+    _check_dense("x", x)
+    native.call(
+        "mistralrs_scale", x.data_ptr(), x.numel(), factor, num_threads or torch.get_num_threads()
+    )
+    return x
 
 
 def rms_norm_reference(
@@ -182,6 +231,19 @@ def rms_norm_reference(
     if residual is not None:
         x = residual.add_(x)
     return functional.rms_norm(x, weight.shape, weight + offset, eps)
+
+
+def rope_table_reference(
+    positions: Tensor,
+    frequencies: Tensor,
+    *,
+    magnitude: float = 1.0,
+    num_threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `rope_table` computes, in torch, on any device."""
+    angles = positions[:, None, None].float() * frequencies
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate_and_store_reference(
@@ -203,16 +265,22 @@ def rotate_and_store_reference(
 
 
 def gated_reference(x: Tensor, activation: str, *, num_threads: int | None = None) -> Tensor:
-    """What `gated` computes, in torch."""
+    """What `gated` computes, in torch, for any float type and device."""
     gate, up = x.chunk(2, -1)
     if _activation(activation) == 0:
         return functional.silu(gate) * up
-    return functional.gelu(gate, approximate="tanh") * up
+    tanh = activation == "gelu_pytorch_tanh"
+    return functional.gelu(gate, approximate="tanh" if tanh else "none") * up
 
 
-def argmax_reference(x: Tensor, *, num_threads: int | None = None) -> Tensor:
-    """What `argmax` computes, in torch."""
-    return x.argmax(-1)
+def softcap_reference(x: Tensor, cap: float, *, num_threads: int | None = None) -> Tensor:
+    """What `softcap` does, in torch, for any float type and device."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def scale_reference(x: Tensor, factor: float, *, num_threads: int | None = None) -> Tensor:
+    """What `scale` does, in torch, for any float type and device: the factor is rounded first."""
+    return x.mul_(torch.tensor(factor, dtype=x.dtype, device="cpu"))
 
 
 def _activation(name: str) -> int:
@@ -221,40 +289,21 @@ def _activation(name: str) -> int:
     return ACTIVATIONS.index(name)
 
 
-def _rows(name: str, x: Tensor) -> Tensor:
-    """x as [rows, size], without a copy."""
-    dense = x.stride(-1) == 1 or x.shape[-1] <= 1 or not x.numel()
-    if x.dtype != torch.float32 or not dense:
+def _row_stride(name: str, x: Tensor) -> int:
+    """How far the tokens of [tokens, size] or [tokens, heads, size] lie apart; ValueError if not
+    all else is dense."""
+    shape, strides = x.shape, x.stride()
+    dense = shape[-1] <= 1 or strides[-1] == 1
+    if len(shape) == 3:
+        dense = dense and (shape[1] <= 1 or strides[1] == shape[2])
+    if x.dtype != torch.float32 or len(shape) not in (2, 3) or not (dense or not x.numel()):
         raise ValueError(
-            f"{name} {list(x.shape)} ({x.dtype}, strides {x.stride()}) must be float32 with its "
-            "last dimension contiguous"
+            f"{name} {list(shape)} ({x.dtype}, strides {strides}) must be float32, of two or three "
+            "dimensions, and contiguous but for the first"
         )
-    return x if x.ndim == 2 else x.flatten(0, -2)
+    return strides[0]
 
 
 def _check_dense(name: str, x: Tensor) -> None:
     if x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"{name} {list(x.shape)} ({x.dtype}) must be float32 and contiguous")
-
-
-@functools.cache
-def _loaded() -> ctypes.CDLL:
-    library = native.required()
-    integer, long, real = ctypes.c_int, ctypes.c_int64, ctypes.c_float
-    pointer = ctypes.c_void_p
-    rows = (pointer, long)
-    library.mistralrs_rms_norm.restype = None
-    library.mistralrs_rms_norm.argtypes = [
-        *(*rows, *rows, pointer, real, real),
-        *(pointer, long, integer, integer),
-    ]
-    library.mistralrs_rotate_and_store.restype = long
-    library.mistralrs_rotate_and_store.argtypes = [
-        *(*rows, *rows, *rows, pointer, pointer, pointer),
-        *(long, integer, integer, *CACHE_ARGUMENTS),
-    ]
-    library.mistralrs_gated.restype = None
-    library.mistralrs_gated.argtypes = [*rows, pointer, long, integer, integer, integer]
-    library.mistralrs_argmax.restype = None
-    library.mistralrs_argmax.argtypes = [*rows, pointer, long, long, integer]
-    return library

@@ -9,9 +9,13 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -40,17 +44,9 @@ _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
 _SOURCES = Path(__file__).parent / "src"
 _COMPILE_SECONDS = 300
-_RATHER = "attention on a CPU runs in torch, which is slower"
-
-_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_SIGNATURES = {
-    "mistralrs_instructions": ((), ctypes.c_char_p),
-    "mistralrs_linear": (
-        (_INT, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
-        _INT,
-    ),
-    "mistralrs_embedding_rows": ((_INT, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _INT), _INT),
-}
+_listeners: dict[int, Callable[[str, bytes, int], None]] = {}
+"""By thread."""
+_RATHER = "a CPU computes in torch, several times slower, and weights take more memory"
 
 
 class NativeError(Exception):
@@ -81,15 +77,76 @@ def library() -> ctypes.CDLL | None:
     return outcome().library
 
 
-def required() -> ctypes.CDLL:
-    """The loaded library, for callers that have asked `available()`.
+def call(name: str, *arguments: float) -> int:
+    """Call the kernel `name` of the library and return its status, 0 if it has none.
 
-    Raises: RuntimeError if there is none.
+    A pointer is an address, a null pointer 0. Kernels are called in no other way, so that a thread
+    that is `heard` can be told of all its calls.
+
+    Raises: TypeError if the arguments are not what the kernel takes; RuntimeError if there is no
+    library.
     """
-    found = library()
+    found = kernel(library(), name)
+    try:
+        words = found.words(*arguments)
+    except struct.error as error:
+        raise TypeError(f"{name} takes {found.types}, not {arguments}: {error}") from error
+    status = found.run(words)
+    if _listeners and (listener := _listeners.get(threading.get_ident())) is not None:
+        listener(name, words, status)
+    return status
+
+
+@contextmanager
+def heard(listener: Callable[[str, bytes, int], None]) -> Iterator[None]:
+    """Tell `listener` of each call this thread makes inside: name, arguments as words, status."""
+    thread = threading.get_ident()
+    before = _listeners.get(thread)
+    _listeners[thread] = listener
+    try:
+        yield
+    finally:
+        if before is None:
+            del _listeners[thread]
+        else:
+            _listeners[thread] = before
+
+
+@attrs.frozen(kw_only=True)
+class Kernel:
+    """One function of the library, called with its arguments as 64-bit words (`src/words.h`)."""
+
+    types: str
+    """A letter for each argument: P for a pointer, q for a whole number, d for a real one."""
+    address: int
+    words: Callable[..., bytes]
+    """Turns arguments into words."""
+    run: Callable[[bytes], int]
+
+
+@functools.cache
+def kernel(found: ctypes.CDLL | None, name: str) -> Kernel:
+    """The function `name` of a library.
+
+    Raises: RuntimeError without a library, or if it has no such function.
+    """
     if found is None:
         raise RuntimeError("the native kernels are not available here: check available() first")
-    return found
+    try:
+        types, run = getattr(found, f"{name}_types"), getattr(found, f"{name}_words")
+    except AttributeError as error:
+        raise RuntimeError(
+            f"the kernel library has no {name}: a C++ file must define it and say CALLABLE({name})"
+        ) from error
+    types.restype = ctypes.c_char_p
+    run.argtypes, run.restype = [ctypes.c_char_p], ctypes.c_int64
+    letters = types().decode()
+    return Kernel(
+        types=letters,
+        address=ctypes.cast(run, ctypes.c_void_p).value or 0,
+        words=struct.Struct(letters).pack,
+        run=run,
+    )
 
 
 @functools.cache
@@ -128,8 +185,8 @@ def build(
     """Compile the library unless the cache has it, and return its file.
 
     `sources` is a pattern of file names. `folder` (default: the user's cache) gets one folder per
-    source text, flags, compiler and CPU. Two processes may build at once: each compiles under a
-    name of its own, then renames.
+    source text, flags, compiler and CPU. Files are compiled side by side. Two processes may build
+    at once: each does so in a folder of its own, then renames.
 
     Raises: NativeError without a compiler, if it fails, or if the cache cannot be written.
     """
@@ -141,25 +198,27 @@ def build(
         return target
     try:
         place.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=place, suffix=".so.part")
-        os.close(number)
+        work = tempfile.TemporaryDirectory(dir=place)
     except OSError as error:
         raise NativeError(
             f"the folder for the compiled kernels cannot be written ({error}): set XDG_CACHE_HOME "
             "to one that can"
         ) from error
-    part = Path(name)
     logger.info("Compiling the native kernels into %s", target)
-    try:
-        _run([compiler, *flags, *map(str, files), "-o", str(part)])
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    with work as part, ThreadPoolExecutor() as pool:
+        objects = [f"{part}/{file.stem}.o" for file in files]
+        commands = [
+            [compiler, *flags, "-c", str(file), "-o", name]
+            for file, name in zip(files, objects, strict=True)
+        ]
+        list(pool.map(_run, commands))
+        _run([compiler, *flags, *objects, "-o", f"{part}/kernels.so"])
+        Path(part, "kernels.so").replace(target)
     return target
 
 
 def load(file: Path) -> ctypes.CDLL:
-    """Load a built library and declare its functions.
+    """Load a built library.
 
     torch was imported above, so that the library's OpenMP symbols bind to the runtime torch brings.
 
@@ -169,9 +228,7 @@ def load(file: Path) -> ctypes.CDLL:
     before = _openmp_runtimes()
     try:
         found = ctypes.CDLL(str(file))
-        for name, (arguments, result) in _SIGNATURES.items():
-            function = getattr(found, name)
-            function.argtypes, function.restype = arguments, result
+        found.mistralrs_instructions.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise NativeError(
             f"{file} cannot be loaded ({error}): delete it to build it anew"

@@ -1,13 +1,12 @@
-"""Self-attention: projections, head norms and rotation around an attention backend."""
+"""Self-attention: projections and head norms around an attention backend."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from mistralrs_sdk.attention.backend import AttentionBackend, AttentionSpec
+from mistralrs_sdk.attention.backend import AttentionBackend, AttentionSpec, Rotation
 from mistralrs_sdk.layers.linear import Linear, MergedLinear
 from mistralrs_sdk.layers.norm import RMSNorm
-from mistralrs_sdk.layers.rotary import Rotation
 
 
 class Attention(nn.Module):
@@ -38,10 +37,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = self.qkv_proj(x).unflatten(-1, (heads + 2 * kv_heads, self.spec.head_dim))
-        v = qkv[:, heads + kv_heads :]
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q = rotation(self.q_norm(qkv[:, :heads]))
-            k = rotation(self.k_norm(qkv[:, heads : heads + kv_heads]))
-        else:
-            q, k = rotation(qkv[:, : heads + kv_heads]).split((heads, kv_heads), 1)
-        return self.o_proj(backend.run(self.spec, self.layer, q, k, v).flatten(1))
+            q, k = self.q_norm(q), self.k_norm(k)
+        attended = backend.run(self.spec, self.layer, q, k, v, rotation=rotation)
+        return self.o_proj(attended.flatten(1))

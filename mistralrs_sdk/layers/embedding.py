@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from mistralrs_sdk.kernels import elementwise
+from mistralrs_sdk.quant.linear_method import DENSE, LinearMethod
 
 
 class Embedding(nn.Module):
@@ -13,17 +14,31 @@ class Embedding(nn.Module):
     The scale is rounded to the table's dtype first, as Gemma was trained.
     """
 
-    def __init__(self, vocab_size: int, size: int, *, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        *,
+        scale: float | None = None,
+        method: LinearMethod = DENSE,
+    ) -> None:
         super().__init__()
+        self.in_features = size
+        self.out_features = vocab_size
         self.scale = scale
-        self.weight = nn.Parameter(torch.empty(vocab_size, size), requires_grad=False)
+        self.method = method
+        method.create_weights(self, in_features=size, out_features=vocab_size, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = functional.embedding(ids, self.weight)
+        x = self.method.rows(self, ids)
         if self.scale is None:
             return x
-        return x * torch.tensor(self.scale, dtype=x.dtype, device="cpu")
+        multiply = elementwise.scale if elementwise.usable(x) else elementwise.scale_reference
+        return multiply(x, self.scale)
 
     def project(self, x: Tensor) -> Tensor:
         """Scores of each token: the tied head; the scale has no part in it."""
-        return functional.linear(x, self.weight)
+        return self.method.apply(self, x)
+
+    def extra_repr(self) -> str:
+        return f"{self.out_features}, {self.in_features}, {type(self.method).__name__}"

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mistralrs_sdk.kernels import elementwise
+
 
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension, float32 inside.
@@ -21,7 +23,16 @@ class RMSNorm(nn.Module):
         self.offset = offset
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Normalise x; with `added`, of the same shape, x is first increased by it in place."""
+        if elementwise.usable(x):
+            if added is None:
+                return elementwise.rms_norm(x, self.weight, eps=self.eps, offset=self.offset)
+            return elementwise.rms_norm(
+                added, self.weight, eps=self.eps, offset=self.offset, residual=x
+            )
+        if added is not None:
+            x.add_(added)
         if self.offset:
             weight = self.weight.float() + self.offset
             return functional.rms_norm(x.float(), (self.size,), weight, self.eps).to(x.dtype)

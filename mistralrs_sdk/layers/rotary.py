@@ -6,28 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
+
+from mistralrs_sdk.attention.backend import Rotation
+from mistralrs_sdk.kernels.elementwise import rope_table, rope_table_reference, usable
 
 Scaling = Mapping[str, Any]
 
 ROPE_TYPES = ("default", "factors", "linear", "llama3", "yarn")
-
-
-@attrs.frozen(eq=False)
-class Rotation:
-    """Cosines and sines of one step's positions, [num_tokens, 1, head_dim].
-
-    The first half of the sines is negated: rotating is `x * cos + swap_halves(x) * sin`.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate [num_tokens, heads, head_dim]."""
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
 
 
 class RotaryEmbedding:
@@ -51,9 +38,9 @@ class RotaryEmbedding:
                 self.head_dim, self.theta, scaling=self.scaling, device=positions.device
             )
         frequencies, magnitude = self._frequencies
-        angles = positions[:, None, None].float() * frequencies
-        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
-        return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
+        table = rope_table if usable(frequencies) else rope_table_reference
+        cos, sin = table(positions, frequencies, magnitude=magnitude)
+        return Rotation(cos.to(dtype), sin.to(dtype))
 
 
 def rope_frequencies(

@@ -14,12 +14,23 @@ if TYPE_CHECKING:
 
 
 @attrs.frozen(kw_only=True)
+class StoredBlocks:
+    """A matrix that is stored in quantised GGML blocks, not yet read."""
+
+    ggml_type: str
+    load: Callable[[], torch.Tensor]
+    """Reads them as they are: uint8 [rows, bytes of a row], rows in Hugging Face's order."""
+
+
+@attrs.frozen(kw_only=True)
 class TensorSource:
     """One tensor of a checkpoint, not yet read."""
 
     shape: tuple[int, ...]
     load: Callable[[], torch.Tensor]
     """Reads it: Hugging Face layout, in the file's float type (block-quantised ones in float32)."""
+    blocks: StoredBlocks | None = None
+    """The same without dequantising, where the file has blocks."""
 
 
 @attrs.frozen(kw_only=True)

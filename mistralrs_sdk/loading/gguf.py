@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
-from mistralrs_sdk.loading.checkpoint import Checkpoint, TensorSource
+from mistralrs_sdk.loading.checkpoint import Checkpoint, StoredBlocks, TensorSource
 from mistralrs_sdk.loading.gguf_config import (
     check_is_language_model,
     hf_config,
@@ -27,8 +27,8 @@ from mistralrs_sdk.loading.gguf_config import (
 from mistralrs_sdk.loading.gguf_metadata import GgufMetadata
 from mistralrs_sdk.loading.gguf_tokenizer import tokenizer_from_gguf
 from mistralrs_sdk.quant.ggml import (
+    FLOAT_DTYPES,
     GGML_TYPES,
-    GgmlType,
     ggml_type_name,
     read_stored,
     supported_ggml_types,
@@ -71,7 +71,9 @@ def open_gguf(path: Path) -> Checkpoint:
             num_kv_heads=config["num_key_value_heads"],
         )
         tensors[names[name]] = TensorSource(
-            shape=tensor.shape, load=partial(_load, shard.data, tensor, fix)
+            shape=tensor.shape,
+            load=partial(_load, shard.data, tensor, fix),
+            blocks=_blocks(shard.data, tensor, fix),
         )
     num_tokens = len(metadata.sequence("tokenizer.ggml.tokens") or ())
     if num_tokens > config["vocab_size"]:
@@ -378,10 +380,27 @@ def _describe(tensors: Iterable[GgufTensor]) -> str:
 
 
 def _load(data: mmap.mmap, tensor: GgufTensor, fix: Callable[[Tensor], Tensor] | None) -> Tensor:
-    kind: GgmlType = GGML_TYPES[tensor.type_code]
-    end = tensor.start + kind.num_bytes(math.prod(tensor.shape))
-    # Copied out of the map: tensors outlive the file, and torch wants writable memory.
-    with memoryview(data) as view, view[tensor.start : end] as stored:
-        raw = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
-    result = read_stored(raw, kind, tensor.shape)
+    result = read_stored(_raw(data, tensor), GGML_TYPES[tensor.type_code], tensor.shape)
     return result if fix is None else fix(result)
+
+
+def _blocks(
+    data: mmap.mmap, tensor: GgufTensor, fix: Callable[[Tensor], Tensor] | None
+) -> StoredBlocks | None:
+    """How a matrix is read without dequantising; fixes of matrices only move whole rows."""
+    kind = GGML_TYPES[tensor.type_code]
+    if len(tensor.shape) != 2 or kind.name in FLOAT_DTYPES:
+        return None
+
+    def load() -> Tensor:
+        rows = _raw(data, tensor).view(tensor.shape[0], -1)
+        return rows if fix is None else fix(rows)
+
+    return StoredBlocks(ggml_type=kind.name, load=load)
+
+
+def _raw(data: mmap.mmap, tensor: GgufTensor) -> Tensor:
+    """The tensor's bytes, copied out of the map: they outlive the file and may be written to."""
+    end = tensor.start + GGML_TYPES[tensor.type_code].num_bytes(math.prod(tensor.shape))
+    with memoryview(data) as view, view[tensor.start : end] as stored:
+        return torch.frombuffer(bytearray(stored), dtype=torch.uint8)

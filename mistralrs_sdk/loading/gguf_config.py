@@ -313,6 +313,9 @@ _GEMMA_LAYER_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_TOP_MATRICES = {hf: name for name, hf in _TOP_NAMES.items() if "norm" not in name}
+_LAYER_MATRICES = {hf: name for name, hf in _LAYER_NAMES.items() if "norm" not in name}
+_LAYER_PARAMETER = re.compile(r"model\.layers\.(\d+)\.([\w.]+)\.weight")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -327,6 +330,15 @@ def hf_names(names: Iterable[str], architecture: str) -> dict[str, str]:
         else:
             result[name] = _TOP_NAMES.get(name, name)
     return result
+
+
+def gguf_matrix_name(name: str) -> str | None:
+    """The GGUF name of a matrix with this Hugging Face parameter name; None if there is none."""
+    match = _LAYER_PARAMETER.fullmatch(name)
+    if match is None:
+        return _TOP_MATRICES.get(name)
+    short = _LAYER_MATRICES.get(match[2])
+    return None if short is None else f"blk.{match[1]}.{short}.weight"
 
 
 def tensor_fix(

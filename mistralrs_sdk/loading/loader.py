@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,12 +14,20 @@ from torch import Tensor, nn
 from mistralrs_sdk.config import ModelSource, Progress
 from mistralrs_sdk.errors import ModelLoadError
 from mistralrs_sdk.loading.checkpoint import Checkpoint, TensorSource, TokenizerFiles
+from mistralrs_sdk.loading.forms import (
+    Form,
+    choose_forms,
+    describe_forms,
+    parts_of_parameters,
+    total_bytes,
+)
 from mistralrs_sdk.loading.gguf import open_gguf
 from mistralrs_sdk.loading.hub import locate
 from mistralrs_sdk.loading.json_file import read_json
 from mistralrs_sdk.loading.progress import progress_of
 from mistralrs_sdk.loading.safetensors import open_folder
 from mistralrs_sdk.loading.tokenizer import load_tokenizer, with_tokenizer
+from mistralrs_sdk.loading.weights import bytes_to_read, fill
 from mistralrs_sdk.machine import available_memory, is_out_of_memory, physical_memory
 from mistralrs_sdk.models import build_model, read_config
 from mistralrs_sdk.models.config import ModelConfig
@@ -100,21 +107,21 @@ def prepare_model(checkpoint: Checkpoint) -> CausalLM:
     config = _settle_head(read_config(checkpoint.config), checkpoint.tensors)
     with torch.device("meta"):
         model = build_model(config)
-    _check_ledger(checkpoint, model, _parts_of_parameters(model))
+    _check_ledger(checkpoint, model, parts_of_parameters(model))
     return model
 
 
 def check_weights_fit(
-    model: CausalLM, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint, forms: Mapping[str, Form], *, device: torch.device
 ) -> None:
     """Refuse weights that do not fit into the memory that is free now.
 
     Raises:
         ModelLoadError: with what they take, one tensor as it is read included, and what is free.
     """
-    needed, free = _bytes_to_load(model, checkpoint, dtype), free_memory(device)
+    needed, free = _bytes_to_load(checkpoint, forms), free_memory(device)
     if needed > free:
-        raise ModelLoadError(_too_large(checkpoint, needed, free, dtype=dtype, device=device))
+        raise ModelLoadError(_too_large(checkpoint, forms, needed, free, device=device))
 
 
 def load_model(
@@ -123,13 +130,16 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     model: CausalLM | None = None,
+    forms: Mapping[str, Form] | None = None,
+    importance: Mapping[str, Tensor] | None = None,
     progress: Progress | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> CausalLM:
     """Build the model of `checkpoint` and read its weights, in `dtype`, onto `device`.
 
-    `model` is what `prepare_model` made of the checkpoint, if that was called before; `cancelled`
-    is asked before each tensor.
+    `model` is what `prepare_model` made of the checkpoint, if that was called before, and `forms`
+    how its weights are kept (default: dense); `importance` is for those that are quantised, by the
+    name of a tensor; `cancelled` is asked before each tensor.
 
     Raises:
         ModelLoadError: tensors are missing, left over or misshapen (the message names them), the
@@ -137,27 +147,37 @@ def load_model(
         UnsupportedError: the architecture, or a value in its config, is not supported.
     """
     model = prepare_model(checkpoint) if model is None else model
-    check_weights_fit(model, checkpoint, dtype=dtype, device=device)
-    needed, free = _bytes_to_load(model, checkpoint, dtype), free_memory(device)
-    total = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    parts = _parts_of_parameters(model)
+    if forms is None:
+        forms = choose_forms(model, checkpoint, dtype=dtype, packing="none")
+    check_weights_fit(checkpoint, forms, device=device)
+    needed, free = _bytes_to_load(checkpoint, forms), free_memory(device)
     short = Path(checkpoint.name).name or checkpoint.name  # a bar is as long as a line
     try:
-        with progress_of(progress, f"loading {short}", total=total) as advance:
-            for name, sources in parts.items():
+        with progress_of(progress, f"loading {short}", total=total_bytes(forms)) as advance:
+            for name, form in _weights_last(forms):
                 if cancelled():
                     raise ModelLoadError(f"loading {checkpoint.name} was cancelled")
-                value = _read_parameter(
-                    [checkpoint.tensors[part] for part in sources], dtype=dtype, device=device
+                fill(
+                    model,
+                    name,
+                    form,
+                    tensors=checkpoint.tensors,
+                    dtype=dtype,
+                    device=device,
+                    importance=importance,
                 )
-                _set_parameter(model, name, value)
-                advance(value.numel() * dtype.itemsize)
+                advance(form.num_bytes)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        too_large = _too_large(checkpoint, needed, free, dtype=dtype, device=device)
+        too_large = _too_large(checkpoint, forms, needed, free, device=device)
         raise ModelLoadError(too_large) from error
     return model.eval().requires_grad_(False)
+
+
+def _weights_last(forms: Mapping[str, Form]) -> list[tuple[str, Form]]:
+    """Small parameters first: a packed weight may take its module's bias in."""
+    return sorted(forms.items(), key=lambda item: item[1].is_matrix)
 
 
 def free_memory(device: torch.device) -> int:
@@ -168,21 +188,25 @@ def free_memory(device: torch.device) -> int:
     return physical_memory() if sys.platform == "darwin" else available_memory()
 
 
-def _bytes_to_load(model: CausalLM, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """The weights, and one tensor as it was read, at most in float32, besides."""
-    names = [part for names in _parts_of_parameters(model).values() for part in names]
-    largest = max(math.prod(checkpoint.tensors[name].shape) for name in names)
-    total = sum(p.numel() for p in model.parameters())
-    return total * dtype.itemsize + largest * torch.float32.itemsize
+def _bytes_to_load(checkpoint: Checkpoint, forms: Mapping[str, Form]) -> int:
+    """The weights, and besides what is needed while the one that needs most is read."""
+    return total_bytes(forms) + max(
+        bytes_to_read(form, checkpoint.tensors) for form in forms.values()
+    )
 
 
 def _too_large(
-    checkpoint: Checkpoint, needed: int, free: int, *, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    forms: Mapping[str, Form],
+    needed: int,
+    free: int,
+    *,
+    device: torch.device,
 ) -> str:
     return (
-        f"{checkpoint.name} does not fit: loading its weights as {dtype} takes "
-        f"{needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free on {device}; "
-        "use a smaller dtype (with_dtype) or a smaller model"
+        f"{checkpoint.name} does not fit: loading its weights as {describe_forms(forms.values())} "
+        f"takes {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free on {device}; "
+        "quantise it (with_isq), use a smaller dtype (with_dtype) or a smaller model"
     )
 
 
@@ -201,17 +225,6 @@ def _settle_head(config: ModelConfig, tensors: Mapping[str, TensorSource]) -> Mo
             )
             return attrs.evolve(config, tie_word_embeddings=False)
     return config
-
-
-def _parts_of_parameters(model: CausalLM) -> dict[str, list[str]]:
-    """Map each parameter to the checkpoint tensors it is put together from."""
-    packed = model.packed_modules
-    result = {}
-    for name, _ in model.named_parameters():
-        module, _, leaf = name.rpartition(".")
-        parent, _, short = module.rpartition(".")
-        result[name] = [f"{parent}.{part}.{leaf}" for part in packed.get(short, ())] or [name]
-    return result
 
 
 def _check_ledger(checkpoint: Checkpoint, model: nn.Module, parts: Mapping[str, list[str]]) -> None:
@@ -246,21 +259,3 @@ def _stacks_to(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> bool:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
-
-
-def _read_parameter(
-    sources: list[TensorSource], *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Read the parts one under the other; only one part is held besides the result."""
-    rows = sum(source.shape[0] for source in sources)
-    value = torch.empty((rows, *sources[0].shape[1:]), dtype=dtype, device=device)
-    start = 0
-    for source in sources:
-        value[start : start + source.shape[0]].copy_(source.load())
-        start += source.shape[0]
-    return value
-
-
-def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    module, _, leaf = name.rpartition(".")
-    model.get_submodule(module).register_parameter(leaf, nn.Parameter(value, requires_grad=False))

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
-from mistralrs_sdk.loading.checkpoint import Checkpoint, TensorSource
+from mistralrs_sdk.errors import ModelLoadError
+from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.json_file import read_json, read_json_if_there
+from mistralrs_sdk.loading.quantised_safetensors import (
+    CONFIG_KEYS,
+    dequantised,
+    quantization_settings,
+)
+from mistralrs_sdk.loading.stored_tensor import StoredTensor, float_source
 from mistralrs_sdk.loading.tokenizer import read_tokenizer
 
-_DTYPES = ("BF16", "F16", "F32", "F64")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -20,27 +26,34 @@ def open_folder(folder: Path, *, name: str, tokenizer_json: Path | None = None) 
     """Open the checkpoint in `folder`; reads headers and small files only.
 
     `tokenizer_json` takes the place of the folder's tokenizer, which then need not be there.
+    Weights that were quantised (GPTQ, AWQ, FP8, compressed-tensors) are read as float weights, and
+    the returned config says nothing of it.
 
     Raises:
         ModelLoadError: a file is missing, truncated or not what its name says.
-        UnsupportedError: a tensor has a number type this package does not read.
+        UnsupportedError: a tensor has a number type, or the checkpoint a quantisation, that this
+            package does not read.
     """
     config = read_json(folder / "config.json")
     generation_config = read_json_if_there(folder / "generation_config.json")
     files = _weight_files(folder)
-    tensors: dict[str, TensorSource] = {}
-    home: dict[str, Path] = {}
-    types: set[str] = set()
+    stored: dict[str, StoredTensor] = {}
     for file in files:
-        for tensor_name, dtype, source in _open_file(file):
-            if tensor_name in home:
+        for tensor in _open_file(file):
+            if tensor.name in stored:
                 raise ModelLoadError(
-                    f"tensor {tensor_name!r} is in {home[tensor_name].name} and in {file.name}: "
+                    f"tensor {tensor.name!r} is in {stored[tensor.name].file} and in {file.name}: "
                     f"the shards in {folder} do not belong together, download them again"
                 )
-            home[tensor_name] = file
-            tensors[tensor_name] = source
-            types.add(dtype)
+            stored[tensor.name] = tensor
+    words = ", ".join(sorted({tensor.dtype for tensor in stored.values()}))
+    quantization = quantization_settings(config, folder, names=stored)
+    if quantization is None:
+        tensors = {name: float_source(tensor) for name, tensor in stored.items()}
+    else:
+        tensors, kind = dequantised(stored, quantization, config=config)
+        config = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+        words = f"{words}; {kind}"
     return Checkpoint(
         name=name,
         files=tuple(files),
@@ -53,7 +66,7 @@ def open_folder(folder: Path, *, name: str, tokenizer_json: Path | None = None) 
             tokenizer_json=tokenizer_json,
         ),
         generation_config=generation_config,
-        format=f"safetensors ({', '.join(sorted(types))})",
+        format=f"safetensors ({words})",
     )
 
 
@@ -86,8 +99,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _open_file(file: Path) -> list[tuple[str, str, TensorSource]]:
-    """Name, number type and source of each tensor."""
+def _open_file(file: Path) -> list[StoredTensor]:
+    """What the file holds, by its header."""
     from safetensors import SafetensorError, safe_open
 
     found = []
@@ -103,17 +116,16 @@ def _open_file(file: Path) -> list[tuple[str, str, TensorSource]]:
             f"{file} is damaged or incomplete ({_sizes(file)}; {error}): delete it and download it "
             f"again, from the hub with `hf download REPOSITORY {file.name} --force-download`"
         ) from error
-    for name, dtype, _ in found:
-        if dtype not in _DTYPES:
-            raise UnsupportedError(
-                f"tensor {name!r} in {file.name} has type {dtype}: supported are "
-                f"{', '.join(_DTYPES)}"
-            )
-
-    def source(name: str, shape: tuple[int, ...]) -> TensorSource:
-        return TensorSource(shape=shape, load=lambda: handle.get_tensor(name))
-
-    return [(name, dtype, source(name, shape)) for name, dtype, shape in found]
+    return [
+        StoredTensor(
+            name=name,
+            file=file.name,
+            dtype=dtype,
+            shape=shape,
+            load=partial(handle.get_tensor, name),
+        )
+        for name, dtype, shape in found
+    ]
 
 
 def _sizes(file: Path) -> str:

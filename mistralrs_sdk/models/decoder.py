@@ -8,13 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mistralrs_sdk.attention.backend import AttentionBackend, AttentionSpec, Batch
+from mistralrs_sdk.attention.backend import AttentionBackend, AttentionSpec, Batch, Rotation
 from mistralrs_sdk.layers.attention import Attention
 from mistralrs_sdk.layers.embedding import Embedding
 from mistralrs_sdk.layers.linear import Linear
 from mistralrs_sdk.layers.mlp import GatedMLP
 from mistralrs_sdk.layers.norm import RMSNorm
-from mistralrs_sdk.layers.rotary import RotaryEmbedding, Rotation
+from mistralrs_sdk.layers.rotary import RotaryEmbedding
+from mistralrs_sdk.layers.softcap import softcap
 from mistralrs_sdk.models.config import ModelConfig
 
 
@@ -45,15 +46,18 @@ class CausalLM(nn.Module):
         The backend must have planned this batch.
         """
         x = self.model(batch, backend)
-        x = self.model.norm(x.index_select(0, batch.logits_indices))
         head = self.model.embed_tokens.project if self.lm_head is None else self.lm_head
         logits = head(x).float()
         cap = self.config.final_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else softcap(logits, cap)
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states; `norm` is left to whoever picks the rows."""
+    """Token ids to hidden states, normalised, of the rows whose logits are wanted.
+
+    A layer takes the sum of all before it and what the last one adds to that, which it adds in
+    place: so adding is one pass with its first norm. It returns what it adds itself.
+    """
 
     def __init__(
         self,
@@ -74,15 +78,20 @@ class Decoder(nn.Module):
         self.rope_of_layer = [distinct.index(rope) for rope in config.ropes]
 
     def forward(self, batch: Batch, backend: AttentionBackend) -> Tensor:
-        x = self.embed_tokens(batch.input_ids)
+        x: Tensor = self.embed_tokens(batch.input_ids)
+        added: Tensor | None = None
         rotations = [rope(batch.positions, x.dtype) for rope in self.ropes]
         for layer, rope in zip(self.layers, self.rope_of_layer, strict=True):
-            x = layer(x, rotations[rope], backend)
-        return x
+            added = layer(x, added, rotations[rope], backend)
+        assert added is not None, "there are layers"
+        rows = batch.logits_indices
+        if rows.shape[0] < x.shape[0]:
+            x, added = x.index_select(0, rows), added.index_select(0, rows)
+        return self.norm(x, added)
 
 
 class PreNormLayer(nn.Module):
-    """Normalise, transform, add."""
+    """Normalise, transform, leave the adding to the next norm."""
 
     def __init__(self, config: ModelConfig, layer: int, *, head_norm: bool = False) -> None:
         super().__init__()
@@ -91,9 +100,11 @@ class PreNormLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = _mlp(config)
 
-    def forward(self, x: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, backend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, added: Tensor | None, rotation: Rotation, backend: AttentionBackend
+    ) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x, added), rotation, backend)
+        return self.mlp(self.post_attention_layernorm(x, attended))
 
 
 class SandwichNormLayer(nn.Module):
@@ -109,10 +120,13 @@ class SandwichNormLayer(nn.Module):
         self.mlp = _mlp(config)
         self.post_feedforward_layernorm = RMSNorm(size, eps, offset=1.0)
 
-    def forward(self, x: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rotation, backend)
-        x = x + self.post_attention_layernorm(attended)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+    def forward(
+        self, x: Tensor, added: Tensor | None, rotation: Rotation, backend: AttentionBackend
+    ) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x, added), rotation, backend)
+        attended = self.post_attention_layernorm(attended)
+        fed = self.mlp(self.pre_feedforward_layernorm(x, attended))
+        return self.post_feedforward_layernorm(fed)
 
 
 def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:

@@ -49,6 +49,9 @@ GGML_TYPES: Mapping[int, GgmlType] = MappingProxyType(
 )
 """The supported types, by their code in a GGUF file."""
 
+HQQ8 = GgmlType(-1, "HQQ8", 32, 36)
+"""Our own, in no file: float16 scale, float16 offset and 32 signed bytes, scale * byte + offset."""
+
 FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
@@ -199,6 +202,11 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
     out.mul_(_scale(blocks, 0))
 
 
+def _hqq8(blocks: Tensor, out: Tensor) -> None:
+    out.copy_(blocks[:, 4:].view(torch.int8))
+    out.mul_(_scale(blocks, 0)).add_(_scale(blocks, 2))
+
+
 def _q2_k(blocks: Tensor, out: Tensor) -> None:
     scales, packed = blocks[:, :16], blocks[:, 16:80].unflatten(1, (2, 32))
     values = out.unflatten(1, (2, 4, 32))
@@ -272,6 +280,7 @@ _KERNELS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "HQQ8": _hqq8,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

@@ -1,4 +1,4 @@
-"""How a linear layer keeps its weight and multiplies by it; the dense method."""
+"""How a linear layer or an embedding keeps its weight and uses it; the dense method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class LinearMethod(Protocol):
-    """Owns the weight tensors of a linear module. Stateless: the tensors hang on the module."""
+    """Owns the weight [out_features, in_features] of a module. The tensors hang on the module."""
 
     def create_weights(
         self,
@@ -28,8 +28,16 @@ class LinearMethod(Protocol):
         """`x @ weight.T + bias`; x is [..., in_features]."""
         ...
 
+    def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
+        """Rows `ids` of the weight, [*ids.shape, in_features]."""
+        ...
+
     def from_dense(self, module: nn.Module, weight: Tensor) -> None:
         """Keep a dense [out_features, in_features] weight in this form; the bias stays."""
+
+    def to_dense(self, module: nn.Module) -> Tensor:
+        """The weight [out_features, in_features] in a float type."""
+        ...
 
 
 class DenseMethod:
@@ -55,8 +63,14 @@ class DenseMethod:
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
         return functional.linear(x, cast(Tensor, module.weight), cast("Tensor | None", module.bias))
 
+    def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, cast(Tensor, module.weight))
+
     def from_dense(self, module: nn.Module, weight: Tensor) -> None:
         module.weight = nn.Parameter(weight, requires_grad=False)
+
+    def to_dense(self, module: nn.Module) -> Tensor:
+        return cast(Tensor, module.weight)
 
 
 DENSE = DenseMethod()

@@ -13,6 +13,7 @@
 
 #include "attention_rows.h"
 #include "vector.h"
+#include "words.h"
 
 namespace {
 
@@ -352,6 +353,7 @@ extern "C" int mistralrs_paged_attention(
   }
   return -1;
 }
+CALLABLE(mistralrs_paged_attention)
 
 // Returns -1, or the number of a token whose slot is not in the cache: then nothing is written.
 extern "C" int64_t mistralrs_store_kv(const float* k, int64_t k_stride, const float* v,
@@ -370,3 +372,8 @@ extern "C" int64_t mistralrs_store_kv(const float* k, int64_t k_stride, const fl
   }
   return -1;
 }
+CALLABLE(mistralrs_store_kv)
+
+// Whether there are instructions between float16 and float32.
+extern "C" int mistralrs_has_fast_halves() { return vec::FAST_HALVES; }
+CALLABLE(mistralrs_has_fast_halves)

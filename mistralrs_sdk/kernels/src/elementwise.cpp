@@ -5,9 +5,11 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "vector.h"
+#include "words.h"
 
 namespace {
 
@@ -16,8 +18,29 @@ using vec::Half;
 using vec::WIDTH;
 
 constexpr int64_t SERIAL = 1 << 15;  // elements below which waking threads does not pay
-constexpr int64_t PIECE = 1 << 13;   // elements of a long row that a thread searches at once
-const vec::Lanes LANES;
+constexpr int64_t PIECE = 1 << 13;   // elements of a long row that are worked on at once
+
+enum Activation { SILU, GELU_TANH, GELU };
+
+// How many threads work on `rows` rows that cost as much as adding `cost` elements does: waking
+// them takes longer than a little work.
+int share(int threads, int64_t rows, int64_t cost) {
+  return cost < SERIAL ? 1 : int(std::min<int64_t>(threads, rows));
+}
+
+Floats activate(int kind, Floats x) {
+  const Floats one = vec::splat(1.0f), half = vec::splat(0.5f);
+  if (kind == SILU) return x / (one + vec::exp(-x));
+  Floats y;
+  if (kind == GELU_TANH) {
+    y = vec::fma(x * x * x, vec::splat(0.044715f), x);
+    y = vec::tanh(y * vec::splat(0.7978845608f));
+  } else {
+    y = x * vec::splat(0.7071067812f);
+    for (int i = 0; i < WIDTH; i++) y[i] = std::erf(y[i]);
+  }
+  return x * half * (one + y);
+}
 
 // x * cos + swap_halves(x) * sin, the first half of sin being negated already.
 void rotate(float* x, const float* cos, const float* sin, int dim) {
@@ -40,69 +63,62 @@ void put_row(T* to, const float* from, int size) {
     vec::store_some(to + i, vec::load_some(from + i, size - i), size - i);
 }
 
-struct Found {
-  float value;
-  int64_t index;
-};
-
-// NaN is greater than all else, as in torch; the first of equals wins.
-bool beats(float x, float y) { return x > y || (x != x && y == y); }
-
-Found find_greatest(const float* x, int64_t first, int64_t end) {
-  const float lowest = -std::numeric_limits<float>::infinity();
-  Floats most = vec::splat(lowest);
-  vec::Ints unordered{};
-  int64_t i = first;
-  for (; i + WIDTH <= end; i += WIDTH) {
-    const Floats y = vec::load(x + i);
-    unordered |= (vec::Ints)(y != y);
-    most = vec::max(y, most);
-  }
-  bool has_nan = false;
-  for (int lane = 0; lane < WIDTH; lane++) has_nan |= unordered[lane] != 0;
-  float greatest = vec::max(most);
-  for (; i < end; i++) {
-    has_nan |= x[i] != x[i];
-    greatest = x[i] > greatest ? x[i] : greatest;
-  }
-  int64_t index = first;
-  if (has_nan)
-    while (x[index] == x[index]) index++;
-  else
-    while (x[index] != greatest) index++;
-  return {x[index], index};
-}
-
 }  // namespace
 
-// out = x / sqrt(mean(x^2) + eps) * (weight + offset) for x [tokens, size]. With a
-// residual, that becomes residual + x first, and is what is normalised.
+// out = x / sqrt(mean(x^2) + eps) * (weight + offset), for x [tokens, heads, size] whose tokens lie
+// `x_stride` apart. With a residual of the same shape, that becomes residual + x first, and is what
+// is normalised.
 extern "C" void mistralrs_rms_norm(const float* x, int64_t x_stride, float* residual,
                                    int64_t residual_stride, const float* weight, float offset,
-                                   float eps, float* out, int64_t tokens, int size, int threads) {
-  if (tokens * size < SERIAL) threads = 1;
+                                   float eps, float* out, int64_t tokens, int heads, int size,
+                                   int threads) {
+  const int64_t rows = tokens * heads;
+  threads = share(threads, rows, rows * size);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < tokens; t++) {
-    const float* from = x + t * x_stride;
-    float* to = out + t * size;
-    Floats sums[2] = {};
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t t = r / heads, h = r % heads;
+    const float* from = x + t * x_stride + h * size;
+    float* sum = residual ? residual + t * residual_stride + h * size : nullptr;
+    Floats squares[2] = {};
     for (int i = 0; i < size; i += WIDTH) {
       Floats y = vec::load_some(from + i, size - i);
-      if (residual) {
-        y = y + vec::load_some(residual + t * residual_stride + i, size - i);
-        vec::store_some(residual + t * residual_stride + i, y, size - i);
+      if (sum) {
+        y = y + vec::load_some(sum + i, size - i);
+        vec::store_some(sum + i, y, size - i);
       }
-      sums[i / WIDTH % 2] = vec::fma(y, y, sums[i / WIDTH % 2]);
+      squares[i / WIDTH % 2] = vec::fma(y, y, squares[i / WIDTH % 2]);
     }
-    if (residual) from = residual + t * residual_stride;
-    const float mean = vec::sum(sums[0] + sums[1]) / float(size);
+    if (sum) from = sum;
+    const float mean = vec::sum(squares[0] + squares[1]) / float(size);
     const Floats scale = vec::splat(1.0f / __builtin_sqrtf(mean + eps));
+    float* to = out + r * size;
     for (int i = 0; i < size; i += WIDTH) {
       const Floats w = vec::load_some(weight + i, size - i) + vec::splat(offset);
       vec::store_some(to + i, vec::load_some(from + i, size - i) * scale * w, size - i);
     }
   }
 }
+CALLABLE(mistralrs_rms_norm)
+
+// Cosines and sines of position times frequency, times magnitude: [tokens, pairs] twice side by
+// side, the first of the sines negated.
+extern "C" void mistralrs_rope_table(const int64_t* positions, const float* frequencies,
+                                     float magnitude, float* cos, float* sin, int64_t tokens,
+                                     int pairs, int threads) {
+  threads = share(threads, tokens, tokens * pairs * 16);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t t = 0; t < tokens; t++) {
+    float *cosines = cos + t * 2 * pairs, *sines = sin + t * 2 * pairs;
+    for (int i = 0; i < pairs; i++) {
+      const float angle = float(positions[t]) * frequencies[i];
+      const float c = std::cos(angle) * magnitude, s = std::sin(angle) * magnitude;
+      cosines[i] = cosines[pairs + i] = c;
+      sines[i] = -s;
+      sines[pairs + i] = s;
+    }
+  }
+}
+CALLABLE(mistralrs_rope_table)
 
 // Rotates q and k in place, and writes k and v to the cache. Returns -1, or the number of a token
 // whose slot is not in the cache: then nothing is written.
@@ -114,7 +130,7 @@ extern "C" int64_t mistralrs_rotate_and_store(
   for (int64_t t = 0; t < tokens; t++)
     if (slots[t] < 0 || slots[t] >= num_blocks * block_size) return t;
   const int size = kv_heads * dim;
-  if (tokens * (heads + 2 * kv_heads) * dim < SERIAL) threads = 1;
+  threads = share(threads, tokens, tokens * (heads + 2 * kv_heads) * dim);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tokens; t++) {
     float *queries = q + t * q_stride, *keys = k + t * k_stride;
@@ -130,41 +146,43 @@ extern "C" int64_t mistralrs_rotate_and_store(
   }
   return -1;
 }
+CALLABLE(mistralrs_rotate_and_store)
 
-// out [tokens, size] = act(gate) * up, for x [tokens, gate then up]. act: 0 silu, 1 gelu by tanh.
+// out [tokens, size] = act(gate) * up, for x [tokens, gate then up]; `act` is an Activation.
 extern "C" void mistralrs_gated(const float* x, int64_t x_stride, float* out, int64_t tokens,
                                 int size, int act, int threads) {
-  if (tokens * size < SERIAL / 4) threads = 1;
+  threads = share(threads, tokens, tokens * size * (act == GELU ? 16 : 4));
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tokens; t++) {
     const float *gates = x + t * x_stride, *ups = gates + size;
     for (int i = 0; i < size; i += WIDTH) {
-      const Floats gate = vec::load_some(gates + i, size - i);
-      const Floats one = vec::splat(1.0f);
-      Floats y;
-      if (act == 0) {
-        y = gate / (one + vec::exp(-gate));
-      } else {
-        const Floats inner = vec::fma(gate * gate * gate, vec::splat(0.044715f), gate);
-        y = gate * vec::splat(0.5f) * (one + vec::tanh(inner * vec::splat(0.7978845608f)));
-      }
+      const Floats y = activate(act, vec::load_some(gates + i, size - i));
       vec::store_some(out + t * size + i, y * vec::load_some(ups + i, size - i), size - i);
     }
   }
 }
+CALLABLE(mistralrs_gated)
 
-// The index of the greatest element of each row of x [rows, size], size > 0.
-extern "C" void mistralrs_argmax(const float* x, int64_t x_stride, int64_t* out, int64_t rows,
-                                 int64_t size, int threads) {
-  if (rows * size < SERIAL) threads = 1;
+// x = cap * tanh(x / cap), in place.
+extern "C" void mistralrs_softcap(float* x, int64_t count, float cap, int threads) {
+  const int64_t pieces = (count + PIECE - 1) / PIECE;
+  threads = share(threads, pieces, count * 4);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows; r++) {
-    const float* row = x + r * x_stride;
-    Found best = find_greatest(row, 0, std::min(PIECE, size));
-    for (int64_t first = PIECE; first < size; first += PIECE) {
-      const Found next = find_greatest(row, first, std::min(first + PIECE, size));
-      if (beats(next.value, best.value)) best = next;
+  for (int64_t p = 0; p < pieces; p++)
+    for (int64_t i = p * PIECE; i < std::min((p + 1) * PIECE, count); i += WIDTH) {
+      const int some = int(std::min<int64_t>(WIDTH, count - i));
+      const Floats y = vec::tanh(vec::load_some(x + i, some) / vec::splat(cap));
+      vec::store_some(x + i, y * vec::splat(cap), some);
     }
-    out[r] = best.index;
-  }
 }
+CALLABLE(mistralrs_softcap)
+
+// x = x * factor, in place.
+extern "C" void mistralrs_scale(float* x, int64_t count, float factor, int threads) {
+  const int64_t pieces = (count + PIECE - 1) / PIECE;
+  threads = share(threads, pieces, count);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t p = 0; p < pieces; p++)
+    for (int64_t i = p * PIECE; i < std::min((p + 1) * PIECE, count); i++) x[i] *= factor;
+}
+CALLABLE(mistralrs_scale)

@@ -10,9 +10,13 @@
 #include <cstdlib>
 #include <utility>
 
-#include "formats.h"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
-// The tests compile every kind of tile on one machine: KERNELS_WITHOUT_* leaves the faster ones out.
+#include "words.h"
+
+// The tests compile every kind of tile on one machine: KERNELS_WITHOUT_* leaves faster ones out.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && \
     !defined(KERNELS_WITHOUT_AVX512)
 #define INSTRUCTIONS "AVX-512 VNNI"
@@ -28,67 +32,166 @@
 #include "tiles_scalar.h"
 #endif
 
+#include "expand.h"
+
 namespace {
 
 using namespace matmul;
 
 using Tile = void (*)(const uint8_t *, const uint8_t *, int64_t, float *);
 
-// What the kernels need of a weight type: panels of at most `rows` rows, and a tile per row count.
+// What the kernels need of a type: panels of at most `rows` rows with `row_bytes` per row and
+// `unit` values of k; a tile for each number of rows; and, for types that take long to decode,
+// others for weights that were expanded because many panels share them: `expanded_bytes` a block.
 template <class Weight> struct Kernel {
-  static constexpr int rows = QUANT_ROWS;
+  using Many = Expanded<OperandsOf<Weight>>;
+  static constexpr int rows = QUANT_ROWS, unit = GROUP, row_bytes = Many::row_bytes;
+  static constexpr bool expands = Weight::High::bits > 0 || Weight::subs != Subs::none;
+  static constexpr int64_t expanded_bytes = Weight::block_values / GROUP * Many::block_bytes;
   template <int... I> static Tile tile(int count, std::integer_sequence<int, I...>) {
-    static constexpr Tile tiles[] = {quant_tile<Weight, I + 1>...};
+    static constexpr Tile tiles[] = {quant_tile<Packed<Weight>, I + 1>...};
+    return tiles[count - 1];
+  }
+  template <int... I> static Tile expanded_tile(int count, std::integer_sequence<int, I...>) {
+    static constexpr Tile tiles[] = {quant_tile<Many, I + 1>...};
     return tiles[count - 1];
   }
 };
 
 template <> struct Kernel<F16> {
-  static constexpr int rows = F16_ROWS;
+  static constexpr int rows = F16_ROWS, unit = 1, row_bytes = 4;
+  static constexpr bool expands = false;
+  static constexpr int64_t expanded_bytes = 0;
   template <int... I> static Tile tile(int count, std::integer_sequence<int, I...>) {
     static constexpr Tile tiles[] = {f16_tile<I + 1>...};
     return tiles[count - 1];
   }
 };
 
-// 8-bit values of one row's group, its scale and its correction, into a panel of `rows` rows.
-template <class Weight> void quantise(const float *x, int rows, int row, uint8_t *block) {
+// A value of a row that is multiplied as it is. One that is much greater than its neighbours would
+// leave them few of the 8 bits: of each row, the greatest values of the PEAKS groups where they are
+// greatest are taken out.
+struct Peak {
+  int32_t k;  // -1: none
+  float value;
+};
+constexpr int PEAKS = 2;
+
+void find_peaks(const float *x, int64_t k, Peak *peaks) {
+  std::fill_n(peaks, PEAKS, Peak{-1, 0});
+  for (int64_t start = 0; start < k; start += GROUP) {
+    int32_t greatest = 0;
+    for (int i = 0; i < GROUP; i++)
+      greatest = std::max(greatest, load<int32_t>(x + start + i) & 0x7fffffff);
+    const float magnitude = load<float>(&greatest);
+    if (!(magnitude <= FLT_MAX) || magnitude <= std::fabs(peaks[PEAKS - 1].value)) continue;
+    int i = 0;
+    while (std::fabs(x[start + i]) != magnitude) i++;
+    int place = PEAKS - 1;
+    for (; place && magnitude > std::fabs(peaks[place - 1].value); place--)
+      peaks[place] = peaks[place - 1];
+    peaks[place] = {int32_t(start + i), x[start + i]};
+  }
+}
+
+// Column values of a weight at one k.
+template <class Weight> void weights_at(const uint8_t *weights, int32_t k, float *out) {
+  using From = Packed<Weight>;
+  constexpr int part_values = GROUP / From::parts;
+  const uint8_t *block = weights + k / Weight::block_values * Weight::block_bytes;
+  const int v = k % Weight::block_values, g = v / GROUP, step = v % GROUP / 4, byte = v % 4;
+  for (int at = 0; at < UNIT_BYTES; at += VECTOR_BYTES) {
+    const Words code = (From::codes(block, g, step, at) >> (8 * byte)) & 255u;
+    const int part = v % GROUP / part_values;
+    Integers whole = Integers(code);
+    if constexpr (Weight::bits == 8 && !BYTE_OFFSET) whole = whole << 24 >> 24;
+    else whole -= shifted_by<Weight>;
+    Floats value = __builtin_convertvector(whole, Floats) * From::scale(block, g, part, at);
+    if constexpr (From::has_minimum) value += From::minimum(block, g, part, at);
+    store(out + at / 4, value);
+  }
+}
+
+// The column values at the k of the last peak: rows mostly have theirs at the same.
+struct Columns {
+  int32_t k = -1;
+  alignas(64) float values[COLUMNS];
+};
+
+template <class Weight>
+void add_peak(const uint8_t *weights, Peak peak, Columns &columns, float *out) {
+  if (peak.k < 0) return;
+  if (peak.k != columns.k) {
+    weights_at<Weight>(weights, peak.k, columns.values);
+    columns.k = peak.k;
+  }
+  for (int c = 0; c < COLUMNS; c++) out[c] += peak.value * columns.values[c];
+}
+
+// Rounds a group to 8-bit values times the scale that is returned, NaN if a value is not finite.
+inline float round_group(const float *x, int8_t *values) {
   // magnitudes of floats order like their bits, and compilers vectorise integer maxima
   int32_t greatest_bits = 0;
   for (int k = 0; k < GROUP; k++)
     greatest_bits = std::max(greatest_bits, load<int32_t>(x + k) & 0x7fffffff);
   const float greatest = load<float>(&greatest_bits);
-  const bool finite = greatest <= FLT_MAX;
   // below that, 127 / greatest would overflow; such a group is zero
-  float scale = greatest >= 127 * FLT_MIN ? greatest / 127 : 0, inverse = 0;
-  if (!finite) scale = NAN;
-  else if (scale > 0) inverse = 127 / greatest;
-  int8_t values[GROUP] = {};
-  int32_t sum = 0;
-  if (finite)
-    for (int k = 0; k < GROUP; k++) {
-      const int32_t value = int32_t(std::nearbyint(x[k] * inverse));
-      sum += value;
-      values[k] = int8_t(value);
-    }
-  for (int step = 0; step < GROUP / 4; step++)
-    std::memcpy(block + (step * rows + row) * 4, values + 4 * step, 4);
-  store(block + rows * GROUP + 4 * row, scale);
-  uint8_t *correction = block + rows * (GROUP + 4) + 4 * row;
-  if constexpr (Weight::has_minimum) store(correction, scale * float(sum));
-  else store(correction, -sum * Weight::offset);
+  if (greatest < 127 * FLT_MIN || !(greatest <= FLT_MAX)) {
+    std::memset(values, 0, GROUP);
+    return greatest <= FLT_MAX ? 0 : NAN;
+  }
+  const float inverse = 127 / greatest;
+  for (int k = 0; k < GROUP; k++) values[k] = int8_t(int32_t(std::nearbyint(x[k] * inverse)));
+  return greatest / 127;
 }
 
-// Pack `rows` rows of x as a panel.
+// 8-bit values of one row's group, its scale and what its sums are needed for, into a panel; of
+// what rounding leaves if it is the `rest` of a row.
 template <class Weight>
-void pack_panel(const float *x, int64_t stride, int rows, int64_t k, uint8_t *panel) {
+void quantise(const float *x, bool rest, int rows, int row, uint8_t *panel) {
+  using Needs = OperandsOf<Weight>;
+  constexpr int parts = Needs::parts, part_values = GROUP / parts;
+  int8_t values[GROUP];
+  float scale = round_group(x, values);
+  if (rest) {
+    float left[GROUP];
+    for (int k = 0; k < GROUP; k++) left[k] = std::fma(-scale, float(values[k]), x[k]);
+    scale = round_group(left, values);
+  }
+  int32_t sums[parts] = {};
+  for (int k = 0; k < GROUP; k++) sums[k / part_values] += values[k];
+  for (int step = 0; step < STEPS; step++)
+    std::memcpy(panel + (step * rows + row) * 4, values + 4 * step, 4);
+  store(panel + rows * GROUP + 4 * row, scale);
+  for (int part = 0; part < parts; part++) {
+    const int at = (part * rows + row) * 4;
+    if constexpr (Needs::has_start)
+      store(panel + rows * Needs::starts_at + at, -sums[part] * shifted_by<Weight>);
+    if constexpr (Needs::has_minimum)
+      store(panel + rows * Needs::sums_at + at, scale * float(sums[part]));
+  }
+}
+
+// Pack `rows` rows as a panel, made of as many rows of x or, if `halves` is 2, of half as many: each
+// is one rounded row and the rest of it.
+template <class Weight>
+void pack_panel(const float *x, int64_t stride, int rows, int halves, int64_t k, uint8_t *panel,
+                Peak *peaks) {
   for (int row = 0; row < rows; row++) {
-    const float *from = x + row * stride;
+    const float *from = x + row / halves * stride;
     if constexpr (Weight::block_values == 1) {
       for (int64_t i = 0; i < k; i++) store(panel + (i * rows + row) * 4, from[i]);
     } else {
-      for (int64_t b = 0; b < k / GROUP; b++)
-        quantise<Weight>(from + b * GROUP, rows, row, panel + b * rows * (GROUP + 8));
+      if (peaks) find_peaks(from, k, peaks + row * PEAKS);
+      for (int64_t g = 0; g < k / GROUP; g++) {
+        float group[GROUP];
+        std::memcpy(group, from + g * GROUP, sizeof group);
+        for (int i = 0; peaks && i < PEAKS; i++)
+          if (const Peak peak = peaks[row * PEAKS + i]; peak.k / GROUP == g && peak.k >= 0)
+            group[peak.k % GROUP] = 0;
+        quantise<Weight>(group, row % halves, rows, row,
+                         panel + g * rows * Kernel<Weight>::row_bytes);
+      }
     }
   }
 }
@@ -115,31 +218,53 @@ constexpr int64_t CHUNK_BYTES = 512 * 1024;
 // So few values one thread packs or looks up faster than others wake up.
 constexpr int64_t FEW_VALUES = 1 << 14;
 
+inline int thread_number() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
 template <class Weight>
 bool linear(const float *x, int64_t stride, const uint8_t *w, const float *bias, float *y,
-            int64_t rows, int64_t n, int64_t k, int threads) {
-  constexpr int panel_rows = Kernel<Weight>::rows;
+            int64_t y_stride, int64_t x_rows, bool wide, int64_t n, int64_t k, int threads) {
+  using Kind = Kernel<Weight>;
+  constexpr int panel_rows = Kind::rows;
+  static_assert(panel_rows % 2 == 0, "a row and its rest share a panel");
+  const int halves = wide && Weight::block_values > 1 ? 2 : 1;
+  const int64_t rows = x_rows * halves;
   const int64_t blocks = k / Weight::block_values;
-  const int64_t row_bytes = blocks * row_block_bytes<Weight>();
+  const int64_t row_bytes = k / Kind::unit * Kind::row_bytes;
   const int64_t groups = (n + COLUMNS - 1) / COLUMNS;
   const int64_t chunk_panels =
       std::max<int64_t>(1, CHUNK_BYTES / std::max<int64_t>(1, row_bytes * panel_rows));
   const int64_t chunk_rows = std::min(rows, chunk_panels * panel_rows);
-  if (!scratch.reserve(size_t(std::max<int64_t>(1, chunk_rows * row_bytes)))) return false;
-  uint8_t *const packed = scratch.data;
+  const int64_t packed_bytes = whole_lines(std::max<int64_t>(1, chunk_rows * row_bytes));
+  const bool may_expand = Kind::expands && rows > (MANY_PANELS - 1) * panel_rows;
+  const int64_t expanded_bytes = may_expand ? whole_lines(blocks * Kind::expanded_bytes) : 0;
+  const bool has_peaks = Weight::block_values > 1 && !wide;
+  const int64_t peak_bytes = has_peaks ? whole_lines(chunk_rows * PEAKS * sizeof(Peak)) : 0;
+  if (!scratch.reserve(size_t(packed_bytes + peak_bytes + threads * expanded_bytes))) return false;
+  uint8_t *const packed = scratch.data, *const expanded = packed + packed_bytes + peak_bytes;
+  Peak *const peaks = has_peaks ? reinterpret_cast<Peak *>(packed + packed_bytes) : nullptr;
 
   for (int64_t start = 0; start < rows; start += chunk_rows) {
     const int64_t count = std::min(chunk_rows, rows - start);
     const int64_t panels = (count + panel_rows - 1) / panel_rows;
-    const int64_t height = (count + panels - 1) / panels;  // of all panels but the last
+    const int64_t even = (count + panels - 1) / panels;
+    const int64_t height = (even + halves - 1) / halves * halves;  // of all panels but the last
     const auto panel_height = [&](int64_t p) {
       return int(std::min(height, count - p * height));
     };
 #pragma omp parallel for schedule(static) num_threads(threads) if (count * k > FEW_VALUES)
     for (int64_t p = 0; p < panels; p++)
       if (panel_height(p) > 0)
-        pack_panel<Weight>(x + (start + p * height) * stride, stride, panel_height(p), k,
-                           packed + p * height * row_bytes);
+        pack_panel<Weight>(x + (start + p * height) / halves * stride, stride, panel_height(p),
+                           halves, k, packed + p * height * row_bytes,
+                           peaks ? peaks + p * height * PEAKS : nullptr);
     // few columns for many threads: the rows are divided too
     const int64_t parts =
         groups >= 2 * threads ? 1 : std::min(panels, (2 * threads + groups - 1) / groups);
@@ -148,43 +273,39 @@ bool linear(const float *x, int64_t stride, const uint8_t *w, const float *bias,
       const int64_t g = task / parts, part = task % parts;
       const int64_t column = g * COLUMNS;
       const int width = int(std::min<int64_t>(COLUMNS, n - column));
-      for (int64_t p = part * panels / parts; p < (part + 1) * panels / parts; p++) {
+      const int64_t first = part * panels / parts, last = (part + 1) * panels / parts;
+      const uint8_t *const weights = w + g * blocks * Weight::block_bytes;
+      uint8_t *const own = expanded + thread_number() * expanded_bytes;
+      const bool many = may_expand && last - first >= MANY_PANELS;
+      if constexpr (Kind::expands)
+        for (int64_t b = 0; many && b < blocks; b++)
+          expand<Weight>(weights + b * Weight::block_bytes, own + b * Kind::expanded_bytes);
+      Columns at_peaks[PEAKS];
+      for (int64_t p = first; p < last; p++) {
         const int height_here = panel_height(p);
         if (height_here <= 0) continue;
+        constexpr auto heights = std::make_integer_sequence<int, panel_rows>();
+        const uint8_t *const panel = packed + p * height * row_bytes;
         alignas(64) float out[panel_rows * COLUMNS];
-        Kernel<Weight>::tile(height_here, std::make_integer_sequence<int, panel_rows>())(
-            packed + p * height * row_bytes, w + g * blocks * Weight::block_bytes, blocks, out);
-        for (int r = 0; r < height_here; r++) {
-          float *to = y + (start + p * height + r) * n + column;
-          const float *from = out + r * COLUMNS;
+        if (!many) Kind::tile(height_here, heights)(panel, weights, blocks, out);
+        else if constexpr (Kind::expands)
+          Kind::expanded_tile(height_here, heights)(panel, own, k / GROUP, out);
+        if constexpr (Weight::block_values > 1)
+          for (int i = 0; peaks && i < PEAKS; i++)
+            for (int r = 0; r < height_here; r++)
+              add_peak<Weight>(weights, peaks[(p * height + r) * PEAKS + i], at_peaks[i],
+                               out + r * COLUMNS);
+        for (int r = 0; r < height_here; r += halves) {
+          float *to = y + (start + p * height + r) / halves * y_stride + column;
+          float *from = out + r * COLUMNS;
+          if (halves == 2)
+            for (int c = 0; c < COLUMNS; c++) from[c] += from[COLUMNS + c];
           for (int c = 0; c < width; c++) to[c] = bias ? from[c] + bias[column + c] : from[c];
         }
       }
     }
   }
   return true;
-}
-
-// The values of one column's block, as ggml's reference computes them.
-template <class Weight> void dequantise(const uint8_t *block, int column, float *out) {
-  if constexpr (Weight::block_values == 1) {
-    *out = half_to_float(load<uint16_t>(block + 2 * column));
-  } else {
-    const uint8_t *scales = block + Weight::quant_bytes;
-    const float scale = half_to_float(load<uint16_t>(scales + 2 * column));
-    for (int k = 0; k < GROUP; k++) {
-      const int step = k / 4, byte = k % 4;
-      if constexpr (Weight::nibbles) {
-        const uint8_t pair = block[(step % 4 * COLUMNS + column) * 4 + byte];
-        const float value = float((step < 4 ? pair & 15 : pair >> 4) - Weight::offset) * scale;
-        if constexpr (Weight::has_minimum)
-          out[k] = value + half_to_float(load<uint16_t>(scales + 2 * (COLUMNS + column)));
-        else out[k] = value;
-      } else {
-        out[k] = float(static_cast<int8_t>(block[(step * COLUMNS + column) * 4 + byte])) * scale;
-      }
-    }
-  }
 }
 
 template <class Weight>
@@ -200,6 +321,25 @@ void embedding_rows(const uint8_t *w, const int64_t *ids, float *out, int64_t co
   }
 }
 
+// Call `function` with a value of the type with this code; false if there is none.
+template <class Function> bool with_type(int code, Function function) {
+  switch (code) {
+  case F16::code: function(F16()); return true;
+  case Q4_0::code: function(Q4_0()); return true;
+  case Q4_1::code: function(Q4_1()); return true;
+  case Q5_0::code: function(Q5_0()); return true;
+  case Q5_1::code: function(Q5_1()); return true;
+  case Q8_0::code: function(Q8_0()); return true;
+  case Q2_K::code: function(Q2_K()); return true;
+  case Q3_K::code: function(Q3_K()); return true;
+  case Q4_K::code: function(Q4_K()); return true;
+  case Q5_K::code: function(Q5_K()); return true;
+  case Q6_K::code: function(Q6_K()); return true;
+  case HQQ8::code: function(HQQ8()); return true;
+  default: return false;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -207,29 +347,32 @@ extern "C" {
 // Which instructions the kernels were compiled for.
 const char *mistralrs_instructions() { return INSTRUCTIONS; }
 
-// y [rows, n] = x [rows, k] (rows `stride` floats apart) times w transposed, plus bias if it is not
-// null. Returns 0, 1 without memory, 2 for a type code it does not know.
+// y [rows, n] (rows `y_stride` floats apart) = x [rows, k] (rows `stride` floats apart) times w
+// transposed, plus bias if it is not null; if `wide`, what rounding x to 8 bits leaves is rounded to
+// 8 more. Returns 0, 1 without memory, 2 for a type code it does not know.
 int mistralrs_linear(int type, const float *x, int64_t stride, const uint8_t *w, const float *bias,
-                     float *y, int64_t rows, int64_t n, int64_t k, int threads) {
-  switch (type) {
-  case F16::code: return !linear<F16>(x, stride, w, bias, y, rows, n, k, threads);
-  case Q4_0::code: return !linear<Q4_0>(x, stride, w, bias, y, rows, n, k, threads);
-  case Q4_1::code: return !linear<Q4_1>(x, stride, w, bias, y, rows, n, k, threads);
-  case Q8_0::code: return !linear<Q8_0>(x, stride, w, bias, y, rows, n, k, threads);
-  default: return 2;
-  }
+                     float *y, int64_t y_stride, int64_t rows, int wide, int64_t n, int64_t k,
+                     int threads) {
+  bool done = false;
+  const bool known = with_type(type, [&](auto weight) {
+    done = linear<decltype(weight)>(x, stride, w, bias, y, y_stride, rows, wide != 0, n, k,
+                                    threads);
+  });
+  return known ? !done : 2;
 }
+CALLABLE(mistralrs_linear)
 
-// out [count, k] = rows `ids` of the weight [n, k]; every id must be in it. Returns 0, or 2 for a
-// type code it does not know.
-int mistralrs_embedding_rows(int type, const uint8_t *w, const int64_t *ids, float *out,
-                             int64_t count, int64_t k, int threads) {
-  switch (type) {
-  case F16::code: embedding_rows<F16>(w, ids, out, count, k, threads); return 0;
-  case Q4_0::code: embedding_rows<Q4_0>(w, ids, out, count, k, threads); return 0;
-  case Q4_1::code: embedding_rows<Q4_1>(w, ids, out, count, k, threads); return 0;
-  case Q8_0::code: embedding_rows<Q8_0>(w, ids, out, count, k, threads); return 0;
-  default: return 2;
-  }
+// out [count, k] = rows `ids` of the weight [n, k]. Returns -1, or the number of the first id that
+// is no row of it (nothing is written then), or -2 for a type code it does not know.
+int64_t mistralrs_embedding_rows(int type, const uint8_t *w, const int64_t *ids, float *out,
+                                 int64_t count, int64_t n, int64_t k, int threads) {
+  const int64_t *const wrong =
+      std::find_if(ids, ids + count, [n](int64_t id) { return id < 0 || id >= n; });
+  if (wrong != ids + count) return wrong - ids;
+  const bool known = with_type(type, [&](auto weight) {
+    embedding_rows<decltype(weight)>(w, ids, out, count, k, threads);
+  });
+  return known ? -1 : -2;
 }
+CALLABLE(mistralrs_embedding_rows)
 }

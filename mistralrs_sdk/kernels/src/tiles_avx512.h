@@ -8,59 +8,63 @@
 namespace matmul {
 
 constexpr int QUANT_ROWS = 8, F16_ROWS = 12;
+constexpr int MANY_PANELS = 4;  // share weights: expanding these pays
+constexpr int VECTOR_BYTES = 64;
+constexpr int BYTE_OFFSET = 128;  // the dot product takes weights as unsigned
+using Floats = __m512;
+typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
 
-inline __m512 load_halves(const uint8_t *from) {
+inline Floats load_halves(const uint8_t *from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
 }
 
-// R rows of a panel times one group of columns; out is R x COLUMNS.
+// Signed bytes as 32-bit integers.
+inline Integers widen(const uint8_t *from) {
+  return Integers(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+}
+
+// R rows of a panel times blocks of a group of columns; out is R x COLUMNS.
 template <class Weight, int R>
 void quant_tile(const uint8_t *x, const uint8_t *w, int64_t blocks, float *out) {
-  const __m512i low_bits = _mm512_set1_epi8(15), sign_bits = _mm512_set1_epi8(-128);
   __m512 total[R];
   for (int r = 0; r < R; r++) total[r] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < blocks; b++, w += Weight::block_bytes, x += R * (GROUP + 8)) {
-    const uint8_t *corrections = x + R * (GROUP + 4);
-    __m512i sum[R];
-    for (int r = 0; r < R; r++)
-      sum[r] = Weight::has_minimum ? _mm512_setzero_si512()
-                                   : _mm512_set1_epi32(load<int32_t>(corrections + 4 * r));
-    if constexpr (Weight::nibbles) {
-      for (int step = 0; step < 4; step++) {
-        const __m512i both = _mm512_loadu_si512(w + step * COLUMNS * 4);
-        const __m512i low = _mm512_and_si512(both, low_bits);
-        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits);
+  for (int64_t b = 0; b < blocks; b++, w += Weight::block_bytes)
+    for (int g = 0; g < Weight::groups; g++, x += R * Weight::row_bytes) {
+      Weight::template prefetch<R>(w, g);
+      __m512 product[R];
+#pragma GCC unroll 2
+      for (int part = 0; part < Weight::parts; part++) {
+        const uint8_t *starts = x + R * Weight::starts_at + part * R * 4;
+        __m512i sum[R];
+        for (int r = 0; r < R; r++)
+          sum[r] = _mm512_set1_epi32(Weight::has_start ? load<int32_t>(starts + 4 * r) : 0);
+#pragma GCC unroll 8
+        for (int i = 0; i < Weight::part_steps; i++) {
+          const int step = part * Weight::part_steps + i;
+          const __m512i weight = __m512i(Weight::codes(w, g, step, 0));
+          for (int r = 0; r < R; r++) {
+            const int32_t value = load<int32_t>(x + (step * R + r) * 4);
+            sum[r] = _mm512_dpbusd_epi32(sum[r], weight, _mm512_set1_epi32(value));
+          }
+        }
+        const __m512 scale = Weight::scale(w, g, part, 0);
         for (int r = 0; r < R; r++) {
-          const int32_t first = load<int32_t>(x + (step * R + r) * 4);
-          const int32_t second = load<int32_t>(x + ((step + 4) * R + r) * 4);
-          sum[r] = _mm512_dpbusd_epi32(sum[r], low, _mm512_set1_epi32(first));
-          sum[r] = _mm512_dpbusd_epi32(sum[r], high, _mm512_set1_epi32(second));
+          const __m512 dot = _mm512_cvtepi32_ps(sum[r]);
+          product[r] = part ? _mm512_fmadd_ps(dot, scale, product[r]) : _mm512_mul_ps(dot, scale);
+        }
+        if constexpr (Weight::has_minimum) {
+          const __m512 minimum = Weight::minimum(w, g, part, 0);
+          for (int r = 0; r < R; r++) {
+            const float sum = load<float>(x + R * Weight::sums_at + (part * R + r) * 4);
+            total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sum), total[r]);
+          }
         }
       }
-    } else {
-      for (int step = 0; step < 8; step++) {
-        // the weight plus 128: the sums start 128 times the row's sum lower
-        const __m512i weight =
-            _mm512_xor_si512(_mm512_loadu_si512(w + step * COLUMNS * 4), sign_bits);
-        for (int r = 0; r < R; r++) {
-          const int32_t value = load<int32_t>(x + (step * R + r) * 4);
-          sum[r] = _mm512_dpbusd_epi32(sum[r], weight, _mm512_set1_epi32(value));
-        }
+      for (int r = 0; r < R; r++) {
+        const float scale = load<float>(x + R * GROUP + 4 * r);
+        total[r] = _mm512_fmadd_ps(product[r], _mm512_set1_ps(scale), total[r]);
       }
     }
-    const __m512 scale = load_halves(w + Weight::quant_bytes);
-    for (int r = 0; r < R; r++) {
-      const __m512 factor =
-          _mm512_mul_ps(scale, _mm512_set1_ps(load<float>(x + R * GROUP + 4 * r)));
-      total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), factor, total[r]);
-    }
-    if constexpr (Weight::has_minimum) {
-      const __m512 minimum = load_halves(w + Weight::quant_bytes + COLUMNS * 2);
-      for (int r = 0; r < R; r++)
-        total[r] =
-            _mm512_fmadd_ps(minimum, _mm512_set1_ps(load<float>(corrections + 4 * r)), total[r]);
-    }
-  }
   for (int r = 0; r < R; r++) _mm512_storeu_ps(out + r * COLUMNS, total[r]);
 }
 

@@ -24,6 +24,13 @@ constexpr int WIDTH = 8;
 constexpr int WIDTH = 4;
 #endif
 
+// Whether there are instructions between float16 and float32.
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__)) || defined(__aarch64__)
+constexpr bool FAST_HALVES = true;
+#else
+constexpr bool FAST_HALVES = false;
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
