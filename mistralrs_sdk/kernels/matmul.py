@@ -24,7 +24,9 @@ from mistralrs_sdk.kernels.packing import (
 
 __all__ = [
     "COLUMNS",
+    "MOST_PEAKS",
     "PACKABLE",
+    "PEAKS",
     "PackedWeight",
     "embedding_rows",
     "embedding_rows_reference",
@@ -36,20 +38,25 @@ __all__ = [
 ]
 
 
+PEAKS = 2
+"""Values of an input row that are not rounded; more gain little."""
+MOST_PEAKS = 8
+
+
 def linear(
     x: Tensor,
     packed: PackedWeight,
     *,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    wide: bool = False,
+    peaks: int = PEAKS,
     num_threads: int | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` in float32; x is [..., in_features].
 
-    Inputs of quantised weights are rounded to 8 bits by row and group of 32, but for the greatest
-    of each of the two groups with the greatest values, which are exact: a few channels outshine
-    all others in many models. `wide` rounds to 16 bits instead, at twice the arithmetic.
+    Inputs of quantised weights are rounded to 8 bits by row and group of 32. The greatest value of
+    each of the `peaks` groups (0 to 8) with the greatest ones is not: in many models a few channels
+    outshine all others, and would leave their neighbours few of the 8 bits.
 
     `out` (float32, [..., out_features], values of a row adjacent, rows any one distance apart: a
     slice of a wider result, say) takes the result in place of a new tensor.
@@ -88,7 +95,7 @@ def linear(
         y.data_ptr(),
         y_stride,
         num_rows,
-        wide,
+        peaks,
         n,
         k,
         num_threads or torch.get_num_threads(),
@@ -104,11 +111,11 @@ def linear_reference(
     *,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    wide: bool = False,
+    peaks: int = PEAKS,
     num_threads: int | None = None,
 ) -> Tensor:
     """The same by torch, with unrounded inputs; it dequantises the whole weight for each call."""
-    del wide, num_threads  # exact, and torch's own
+    del peaks, num_threads  # all are exact, and torch's own
     _check(x, packed, bias)
     weight = unpack(packed).to(x.device)
     bias = None if bias is None else bias.to(torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mistralrs_sdk.isq import Isq
-from mistralrs_sdk.kernels.matmul import PACKABLE
+from mistralrs_sdk.kernels.matmul import MOST_PEAKS, PACKABLE, PEAKS
 from mistralrs_sdk.layers.embedding import Embedding
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.models.decoder import CausalLM
@@ -152,7 +152,7 @@ def total_bytes(forms: Mapping[str, Form]) -> int:
 
 _ENDS = ("lm_head.weight", "model.embed_tokens.weight")
 """The head, also where it is the embedding: errors there go straight into the scores, and of a
-prompt it sees one row only, so its inputs are rounded more finely."""
+prompt it sees one row only, so more of its inputs are exact."""
 
 
 def _has_method(module: nn.Module) -> bool:
@@ -178,7 +178,7 @@ def _packed(form: Form, types: list[str], checkpoint: Checkpoint) -> Form:
     counts = [shape[0] for shape in shapes]
     method = PackedMethod.of(
         list(zip(types, counts, strict=True)),
-        wide=form.parts[0] in _ENDS,
+        peaks=MOST_PEAKS if form.parts[0] in _ENDS else PEAKS,
     )
     size = method.num_bytes(shapes[0][1])
     return attrs.evolve(form, method=method, types=tuple(types), num_bytes=size)

@@ -30,14 +30,14 @@ class Rows:
 class PackedMethod:
     """Some rows of the weight in one GGML type, the next ones in another; float32 in and out.
 
-    Inputs of quantised rows are rounded to 8 bits, by row and group of 32, or to 16 if `wide`.
+    Inputs of quantised rows are rounded to 8 bits but for their `peaks`, as in `matmul.linear`.
     """
 
     parts: tuple[Rows, ...]
-    wide: bool = False
+    peaks: int = matmul.PEAKS
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[str, int]], *, wide: bool = False) -> PackedMethod:
+    def of(cls, parts: Sequence[tuple[str, int]], *, peaks: int = matmul.PEAKS) -> PackedMethod:
         """For parts (type, rows) one under the other; neighbours of one type become one."""
         merged: list[Rows] = []
         for name, count in parts:
@@ -45,7 +45,7 @@ class PackedMethod:
             if merged and merged[-1].ggml_type == ggml_type:
                 count += merged.pop().count
             merged.append(Rows(ggml_type, count))
-        return cls(tuple(merged), wide)
+        return cls(tuple(merged), peaks)
 
     def num_bytes(self, in_features: int) -> int:
         """Memory the weight takes."""
@@ -91,13 +91,13 @@ class PackedMethod:
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
         packed, bias = _packed(module), cast("Tensor | None", module.bias)
         if len(packed) == 1:
-            return matmul.linear(x, packed[0], bias=bias, wide=self.wide)
+            return matmul.linear(x, packed[0], bias=bias, peaks=self.peaks)
         out = x.new_empty((*x.shape[:-1], cast(int, module.out_features)), dtype=torch.float32)
         start = 0
         for weight in packed:
             end = start + weight.shape[0]
             offset = None if bias is None else bias[start:end]
-            matmul.linear(x, weight, bias=offset, out=out[..., start:end], wide=self.wide)
+            matmul.linear(x, weight, bias=offset, out=out[..., start:end], peaks=self.peaks)
             start = end
         return out
 

@@ -69,25 +69,26 @@ template <> struct Kernel<F16> {
 };
 
 // A value of a row that is multiplied as it is. One that is much greater than its neighbours would
-// leave them few of the 8 bits: of each row, the greatest values of the PEAKS groups where they are
+// leave them few of the 8 bits: of each row, the greatest values of the groups where they are
 // greatest are taken out.
 struct Peak {
   int32_t k;  // -1: none
   float value;
 };
-constexpr int PEAKS = 2;
+constexpr int MOST_PEAKS = 8;
 
-void find_peaks(const float *x, int64_t k, Peak *peaks) {
-  std::fill_n(peaks, PEAKS, Peak{-1, 0});
+// The `count` peaks of a row, at least one.
+void find_peaks(const float *x, int64_t k, int count, Peak *peaks) {
+  std::fill_n(peaks, count, Peak{-1, 0});
   for (int64_t start = 0; start < k; start += GROUP) {
     int32_t greatest = 0;
     for (int i = 0; i < GROUP; i++)
       greatest = std::max(greatest, load<int32_t>(x + start + i) & 0x7fffffff);
     const float magnitude = load<float>(&greatest);
-    if (!(magnitude <= FLT_MAX) || magnitude <= std::fabs(peaks[PEAKS - 1].value)) continue;
+    if (!(magnitude <= FLT_MAX) || magnitude <= std::fabs(peaks[count - 1].value)) continue;
     int i = 0;
     while (std::fabs(x[start + i]) != magnitude) i++;
-    int place = PEAKS - 1;
+    int place = count - 1;
     for (; place && magnitude > std::fabs(peaks[place - 1].value); place--)
       peaks[place] = peaks[place - 1];
     peaks[place] = {int32_t(start + i), x[start + i]};
@@ -145,19 +146,12 @@ inline float round_group(const float *x, int8_t *values) {
   return greatest / 127;
 }
 
-// 8-bit values of one row's group, its scale and what its sums are needed for, into a panel; of
-// what rounding leaves if it is the `rest` of a row.
-template <class Weight>
-void quantise(const float *x, bool rest, int rows, int row, uint8_t *panel) {
+// 8-bit values of one row's group, its scale and what its sums are needed for, into a panel.
+template <class Weight> void quantise(const float *x, int rows, int row, uint8_t *panel) {
   using Needs = OperandsOf<Weight>;
   constexpr int parts = Needs::parts, part_values = GROUP / parts;
   int8_t values[GROUP];
-  float scale = round_group(x, values);
-  if (rest) {
-    float left[GROUP];
-    for (int k = 0; k < GROUP; k++) left[k] = std::fma(-scale, float(values[k]), x[k]);
-    scale = round_group(left, values);
-  }
+  const float scale = round_group(x, values);
   int32_t sums[parts] = {};
   for (int k = 0; k < GROUP; k++) sums[k / part_values] += values[k];
   for (int step = 0; step < STEPS; step++)
@@ -172,25 +166,22 @@ void quantise(const float *x, bool rest, int rows, int row, uint8_t *panel) {
   }
 }
 
-// Pack `rows` rows as a panel, made of as many rows of x or, if `halves` is 2, of half as many: each
-// is one rounded row and the rest of it.
+// Pack `rows` rows of x as a panel, and their peaks, `num_peaks` each, beside it.
 template <class Weight>
-void pack_panel(const float *x, int64_t stride, int rows, int halves, int64_t k, uint8_t *panel,
-                Peak *peaks) {
-  for (int row = 0; row < rows; row++) {
-    const float *from = x + row / halves * stride;
+void pack_panel(const float *x, int64_t stride, int rows, int64_t k, uint8_t *panel, Peak *peaks,
+                int num_peaks) {
+  for (int row = 0; row < rows; row++, peaks += num_peaks) {
+    const float *from = x + row * stride;
     if constexpr (Weight::block_values == 1) {
       for (int64_t i = 0; i < k; i++) store(panel + (i * rows + row) * 4, from[i]);
     } else {
-      if (peaks) find_peaks(from, k, peaks + row * PEAKS);
+      if (num_peaks) find_peaks(from, k, num_peaks, peaks);
       for (int64_t g = 0; g < k / GROUP; g++) {
         float group[GROUP];
         std::memcpy(group, from + g * GROUP, sizeof group);
-        for (int i = 0; peaks && i < PEAKS; i++)
-          if (const Peak peak = peaks[row * PEAKS + i]; peak.k / GROUP == g && peak.k >= 0)
-            group[peak.k % GROUP] = 0;
-        quantise<Weight>(group, row % halves, rows, row,
-                         panel + g * rows * Kernel<Weight>::row_bytes);
+        for (int i = 0; i < num_peaks; i++)
+          if (peaks[i].k >= 0 && peaks[i].k / GROUP == g) group[peaks[i].k % GROUP] = 0;
+        quantise<Weight>(group, rows, row, panel + g * rows * Kernel<Weight>::row_bytes);
       }
     }
   }
@@ -230,12 +221,10 @@ inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 template <class Weight>
 bool linear(const float *x, int64_t stride, const uint8_t *w, const float *bias, float *y,
-            int64_t y_stride, int64_t x_rows, bool wide, int64_t n, int64_t k, int threads) {
+            int64_t y_stride, int64_t rows, int num_peaks, int64_t n, int64_t k, int threads) {
   using Kind = Kernel<Weight>;
   constexpr int panel_rows = Kind::rows;
-  static_assert(panel_rows % 2 == 0, "a row and its rest share a panel");
-  const int halves = wide && Weight::block_values > 1 ? 2 : 1;
-  const int64_t rows = x_rows * halves;
+  num_peaks = Weight::block_values > 1 ? std::min(std::max(num_peaks, 0), MOST_PEAKS) : 0;
   const int64_t blocks = k / Weight::block_values;
   const int64_t row_bytes = k / Kind::unit * Kind::row_bytes;
   const int64_t groups = (n + COLUMNS - 1) / COLUMNS;
@@ -245,26 +234,24 @@ bool linear(const float *x, int64_t stride, const uint8_t *w, const float *bias,
   const int64_t packed_bytes = whole_lines(std::max<int64_t>(1, chunk_rows * row_bytes));
   const bool may_expand = Kind::expands && rows > (MANY_PANELS - 1) * panel_rows;
   const int64_t expanded_bytes = may_expand ? whole_lines(blocks * Kind::expanded_bytes) : 0;
-  const bool has_peaks = Weight::block_values > 1 && !wide;
-  const int64_t peak_bytes = has_peaks ? whole_lines(chunk_rows * PEAKS * sizeof(Peak)) : 0;
+  const int64_t peak_bytes = whole_lines(chunk_rows * num_peaks * int64_t(sizeof(Peak)));
   if (!scratch.reserve(size_t(packed_bytes + peak_bytes + threads * expanded_bytes))) return false;
   uint8_t *const packed = scratch.data, *const expanded = packed + packed_bytes + peak_bytes;
-  Peak *const peaks = has_peaks ? reinterpret_cast<Peak *>(packed + packed_bytes) : nullptr;
+  Peak *const peaks = reinterpret_cast<Peak *>(packed + packed_bytes);
 
   for (int64_t start = 0; start < rows; start += chunk_rows) {
     const int64_t count = std::min(chunk_rows, rows - start);
     const int64_t panels = (count + panel_rows - 1) / panel_rows;
-    const int64_t even = (count + panels - 1) / panels;
-    const int64_t height = (even + halves - 1) / halves * halves;  // of all panels but the last
+    const int64_t height = (count + panels - 1) / panels;  // of all panels but the last
     const auto panel_height = [&](int64_t p) {
       return int(std::min(height, count - p * height));
     };
 #pragma omp parallel for schedule(static) num_threads(threads) if (count * k > FEW_VALUES)
     for (int64_t p = 0; p < panels; p++)
       if (panel_height(p) > 0)
-        pack_panel<Weight>(x + (start + p * height) / halves * stride, stride, panel_height(p),
-                           halves, k, packed + p * height * row_bytes,
-                           peaks ? peaks + p * height * PEAKS : nullptr);
+        pack_panel<Weight>(x + (start + p * height) * stride, stride, panel_height(p), k,
+                           packed + p * height * row_bytes, peaks + p * height * num_peaks,
+                           num_peaks);
     // few columns for many threads: the rows are divided too
     const int64_t parts =
         groups >= 2 * threads ? 1 : std::min(panels, (2 * threads + groups - 1) / groups);
@@ -280,7 +267,7 @@ bool linear(const float *x, int64_t stride, const uint8_t *w, const float *bias,
       if constexpr (Kind::expands)
         for (int64_t b = 0; many && b < blocks; b++)
           expand<Weight>(weights + b * Weight::block_bytes, own + b * Kind::expanded_bytes);
-      Columns at_peaks[PEAKS];
+      Columns at_peaks[MOST_PEAKS];
       for (int64_t p = first; p < last; p++) {
         const int height_here = panel_height(p);
         if (height_here <= 0) continue;
@@ -291,15 +278,13 @@ bool linear(const float *x, int64_t stride, const uint8_t *w, const float *bias,
         else if constexpr (Kind::expands)
           Kind::expanded_tile(height_here, heights)(panel, own, k / GROUP, out);
         if constexpr (Weight::block_values > 1)
-          for (int i = 0; peaks && i < PEAKS; i++)
+          for (int i = 0; i < num_peaks; i++)
             for (int r = 0; r < height_here; r++)
-              add_peak<Weight>(weights, peaks[(p * height + r) * PEAKS + i], at_peaks[i],
+              add_peak<Weight>(weights, peaks[(p * height + r) * num_peaks + i], at_peaks[i],
                                out + r * COLUMNS);
-        for (int r = 0; r < height_here; r += halves) {
-          float *to = y + (start + p * height + r) / halves * y_stride + column;
-          float *from = out + r * COLUMNS;
-          if (halves == 2)
-            for (int c = 0; c < COLUMNS; c++) from[c] += from[COLUMNS + c];
+        for (int r = 0; r < height_here; r++) {
+          float *to = y + (start + p * height + r) * y_stride + column;
+          const float *from = out + r * COLUMNS;
           for (int c = 0; c < width; c++) to[c] = bias ? from[c] + bias[column + c] : from[c];
         }
       }
@@ -348,14 +333,14 @@ extern "C" {
 const char *mistralrs_instructions() { return INSTRUCTIONS; }
 
 // y [rows, n] (rows `y_stride` floats apart) = x [rows, k] (rows `stride` floats apart) times w
-// transposed, plus bias if it is not null; if `wide`, what rounding x to 8 bits leaves is rounded to
-// 8 more. Returns 0, 1 without memory, 2 for a type code it does not know.
+// transposed, plus bias if it is not null; `peaks` values of each row are not rounded to 8 bits.
+// Returns 0, 1 without memory, 2 for a type code it does not know.
 int mistralrs_linear(int type, const float *x, int64_t stride, const uint8_t *w, const float *bias,
-                     float *y, int64_t y_stride, int64_t rows, int wide, int64_t n, int64_t k,
+                     float *y, int64_t y_stride, int64_t rows, int peaks, int64_t n, int64_t k,
                      int threads) {
   bool done = false;
   const bool known = with_type(type, [&](auto weight) {
-    done = linear<decltype(weight)>(x, stride, w, bias, y, y_stride, rows, wide != 0, n, k,
+    done = linear<decltype(weight)>(x, stride, w, bias, y, y_stride, rows, peaks, n, k,
                                     threads);
   });
   return known ? !done : 2;
