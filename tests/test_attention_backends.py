@@ -102,6 +102,50 @@ def test_the_native_backend_equals_torch(window, softcap, rotated, dtype):
             row.computed += count
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_native_backend_keeps_tokens_where_the_cache_says(dtype):
+    """Its keys lie otherwise in the same memory; k and v show each token in its slot all the
+    same, and what takes tokens to lie in one piece is refused."""
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
+    cache = PagedKVCache([spec] * 2, num_blocks=6, block_size=4, dtype=dtype, device="cpu")
+    memory = cache.k[1].view(-1)
+    backend = CpuBackend(cache)
+    k, v = torch.randn(2, 5, 2, 8)
+    backend.plan(make_batch([(Row([0] * 5, [3, 2]), 5)], 4))
+
+    backend.run(spec, 1, torch.randn(5, 4, 8), k, v)
+
+    assert cache.k[1].shape == cache.v[1].shape == (6, 4, 2, 8)
+    assert torch.equal(cache.k[1][3], k[:4].to(dtype))
+    assert torch.equal(cache.k[1][2, 0], k[4].to(dtype))
+    assert torch.equal(cache.v[1][3], v[:4].to(dtype))
+    assert torch.equal(memory.view(6, 2, 8, 4)[3].permute(2, 0, 1), k[:4].to(dtype))
+    assert not cache.k[0].any()
+    with pytest.raises(ValueError, match="lie as its backend wants them"):
+        cache.flat(1)
+    with pytest.raises(ValueError, match="lie as its backend wants them"):
+        cache.store(1, torch.tensor([0]), k[:1], v[:1])
+
+
+@needs_native
+def test_a_large_native_cache_takes_memory_only_when_used():
+    """8 GiB of blocks can be laid out on a machine that never fills them."""
+    spec = AttentionSpec(num_heads=8, num_kv_heads=8, head_dim=128, scale=0.1)
+    cache = PagedKVCache(
+        [spec] * 2, num_blocks=65_536, block_size=16, dtype=torch.float16, device="cpu"
+    )
+    backend = CpuBackend(cache)
+    backend.plan(make_batch([(Row([0], [65_535]), 1)], 16))
+    k, v = torch.ones(2, 1, 8, 128)
+
+    out = backend.run(spec, 1, torch.ones(1, 8, 128), k, v)
+
+    assert out.eq(1).all()
+    assert cache.k[1][-1, 0].eq(1).all()
+    assert cache.k[0][-1].eq(0).all()
+
+
 @pytest.mark.parametrize("switch", ["1", "0"])
 async def test_switched_off_torch_attends_and_says_the_same(monkeypatch, switch):
     """MISTRALRS_NATIVE_KERNELS=0 is obeyed and shown by describe(); the tokens are the oracle's."""

@@ -13,6 +13,7 @@ from mistralrs_sdk.kernels import native
 from mistralrs_sdk.kernels.attention import (
     LayerCache,
     PagedBatch,
+    keys_by_dim,
     paged_attention,
     paged_attention_reference,
     store_kv,
@@ -51,19 +52,29 @@ class Case:
     batch: PagedBatch
 
 
+def empty_cache(
+    blocks: int, block_size: int, kv_heads: int, head_dim: int, **options
+) -> LayerCache:
+    """Zeros in which no token was written."""
+    k, v = (torch.zeros(blocks, block_size, kv_heads, head_dim, **options) for _ in range(2))
+    return LayerCache(k=keys_by_dim(k), v=v)
+
+
 def make_case(shape: Shape, lengths: list[tuple[int, int]], *, seed: int = 0) -> Case:
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // shape.block_size) for length, _ in lengths]
     numbers = torch.randperm(sum(counts), generator=generator) + 1
-    cache = (sum(counts) + 1, shape.block_size, shape.kv_heads, shape.head_dim)
-    k, v = torch.full(cache, NAN), torch.full(cache, NAN)
+    sizes = (shape.block_size, shape.kv_heads, shape.head_dim)
+    cache = empty_cache(sum(counts) + 1, *sizes, dtype=shape.dtype)
+    for store in (cache.k, cache.v):
+        store.fill_(NAN)
     tables = torch.full((len(lengths), max(counts, default=0) + 1), -1, dtype=torch.int32)
     for i, (blocks, (length, _)) in enumerate(zip(numbers.split(counts), lengths, strict=True)):
         tables[i, : len(blocks)] = blocks
-        slots = (blocks[:, None] * shape.block_size + torch.arange(shape.block_size)).flatten()
-        for store in (k, v):
-            tokens = torch.randn(length, *cache[2:], generator=generator)
-            store.flatten(0, 1)[slots[:length]] = tokens
+        token = torch.arange(length)
+        for store in (cache.k, cache.v):
+            drawn = torch.randn(length, *sizes[1:], generator=generator)
+            store[blocks[token // sizes[0]], token % sizes[0]] = drawn.to(shape.dtype)
     starts = torch.tensor([0, *(rows for _, rows in lengths)]).cumsum(0)
     q = torch.randn(
         int(starts[-1]), shape.kv_heads * shape.group, shape.head_dim, generator=generator
@@ -73,7 +84,7 @@ def make_case(shape: Shape, lengths: list[tuple[int, int]], *, seed: int = 0) ->
         query_start=starts.int(),
         seq_lens=torch.tensor([length for length, _ in lengths], dtype=torch.int32),
     )
-    return Case(q, LayerCache(k=k.to(shape.dtype), v=v.to(shape.dtype)), batch)
+    return Case(q, cache, batch)
 
 
 def run(shape: Shape, case: Case, *, threads: int = 1) -> torch.Tensor:
@@ -108,8 +119,8 @@ shapes = st.builds(
     Shape,
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 9),
-    head_dim=st.sampled_from([16, 24, 40, 64, 80, 96, 128, 256]),
-    block_size=st.sampled_from([1, 8, 16, 32]),
+    head_dim=st.sampled_from([1, 16, 20, 24, 40, 64, 80, 96, 128, 256]),
+    block_size=st.sampled_from([1, 5, 8, 16, 24, 32, 48, 64, 200]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     window=st.none() | st.integers(1, 200),
     softcap=st.none() | st.sampled_from([0.5, 5.0, 50.0]),
@@ -172,7 +183,17 @@ def test_a_row_is_bit_equal_alone_and_in_a_batch(shape: Shape, dtype: torch.dtyp
 
 
 @needs_native
-@pytest.mark.parametrize("shape", [Shape(), Shape(group=1), Shape(group=4, window=70, softcap=3.0)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(),
+        Shape(group=1),
+        Shape(group=4, window=70, softcap=3.0),
+        Shape(group=9, dtype=torch.float16),
+        Shape(group=8, window=9, dtype=torch.float16),
+        Shape(head_dim=20, block_size=5, dtype=torch.float16),
+    ],
+)
 def test_a_row_is_bit_equal_in_any_chunking(shape: Shape):
     """A prompt gives the same bits whole, in chunks, and token by token."""
     case = make_case(shape, [(330, 330)])
@@ -184,6 +205,33 @@ def test_a_row_is_bit_equal_in_any_chunking(shape: Shape):
             for first in range(0, 330, size)
         ]
         assert torch.equal(torch.cat(parts), whole)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_row_is_bit_equal_in_blocks_of_any_size(dtype: torch.dtype, window: int | None):
+    """Where keys are read as they lie and where they are unpacked first, the sums are the same."""
+    results = []
+    for block_size in (1, 7, 8, 16, 24, 32, 64, 256):
+        shape = Shape(head_dim=64, block_size=block_size, dtype=dtype, window=window)
+        generator = torch.Generator().manual_seed(1)
+        k, v, q = (torch.randn(300, heads, 64, generator=generator) for heads in (2, 2, 6))
+        blocks = -(-300 // block_size)
+        cache = empty_cache(blocks, block_size, 2, 64, dtype=dtype)
+        store_kv(k, v, slots=torch.arange(300), cache=cache)
+        batch = PagedBatch(
+            block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+            query_start=torch.tensor([0, 40], dtype=torch.int32),
+            seq_lens=torch.tensor([300], dtype=torch.int32),
+        )
+        case = Case(q[260:], cache, batch)
+        whole, last = run(shape, case), run(shape, pick(case, 0, first=39, rows=1))
+        results += [whole[:39], last]
+
+    for whole, last in zip(results[::2], results[1::2], strict=True):
+        assert torch.equal(whole, results[0])
+        assert torch.equal(last, results[1])
 
 
 @needs_native
@@ -267,6 +315,10 @@ def test_tensors_that_do_not_fit_are_refused():
         run(Shape(), attrs.evolve(case, q=case.q.double()))
     with pytest.raises(ValueError, match="float32 or float16"):
         LayerCache(k=case.cache.k.bfloat16(), v=case.cache.v.bfloat16())
+    with pytest.raises(ValueError, match="make it with keys_by_dim"):
+        LayerCache(k=case.cache.k.contiguous(), v=case.cache.v)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        keys_by_dim(case.cache.k)
     with pytest.raises(ValueError, match=r"seq_lens .*int64.* must be int32"):
         attrs.evolve(case.batch, seq_lens=case.batch.seq_lens.long())
     with pytest.raises(ValueError, match=r"query_start .* fit 1 sequences"):
@@ -291,13 +343,9 @@ def test_tokens_are_stored_as_torch_rounds_them(
     fused = torch.randn(power.shape, generator=generator) * 2.0**power
     k, v = fused.split(kv_heads, 1)
     slots = torch.randperm(6 * 8, generator=generator)[:tokens]
-    mine, theirs = (
-        LayerCache(
-            k=torch.full((6, 8, kv_heads, head_dim), 7.0, dtype=dtype),
-            v=torch.full((6, 8, kv_heads, head_dim), 7.0, dtype=dtype),
-        )
-        for _ in range(2)
-    )
+    mine, theirs = (empty_cache(6, 8, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    for store in (mine.k, mine.v, theirs.k, theirs.v):
+        store.fill_(7.0)
 
     store_kv(k, v, slots=slots, cache=mine)
 
@@ -306,11 +354,23 @@ def test_tokens_are_stored_as_torch_rounds_them(
     assert torch.equal(mine.v, theirs.v)
 
 
+def test_keys_by_dim_are_the_same_memory_and_shape():
+    """The keys of a block stand side by side, one row for each head and dimension."""
+    memory = torch.zeros(3, 4, 2, 5)
+    keys = keys_by_dim(memory)
+
+    keys[1, :, 1, 2] = torch.arange(1.0, 5.0)
+
+    assert keys.shape == memory.shape
+    assert memory.view(3, 2, 5, 4)[1, 1, 2].tolist() == [1, 2, 3, 4]
+    assert memory.count_nonzero() == 4
+
+
 @needs_native
 @pytest.mark.parametrize("slot", [-1, 16])
 def test_a_slot_outside_of_the_cache_is_refused(slot: int):
     """Nothing is written if a slot is wrong."""
-    cache = LayerCache(k=torch.zeros(2, 8, 1, 4), v=torch.zeros(2, 8, 1, 4))
+    cache = empty_cache(2, 8, 1, 4)
     x = torch.ones(2, 1, 4)
 
     with pytest.raises(ValueError, match=f"slot {slot} is not in the cache: it has 16 slots"):
@@ -322,7 +382,7 @@ def test_a_slot_outside_of_the_cache_is_refused(slot: int):
 @needs_native
 def test_tokens_that_do_not_fit_their_slots_are_refused():
     """One slot per token, and tokens of the cache's shape."""
-    cache = LayerCache(k=torch.zeros(2, 8, 1, 4), v=torch.zeros(2, 8, 1, 4))
+    cache = empty_cache(2, 8, 1, 4)
     x, slots = torch.ones(2, 1, 4), torch.tensor([3, 4])
 
     for k, places in ((torch.ones(2, 1, 5), slots), (x, torch.tensor([3]))):

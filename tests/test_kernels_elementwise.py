@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mistralrs_sdk.kernels import native
-from mistralrs_sdk.kernels.attention import LayerCache
+from mistralrs_sdk.kernels.attention import LayerCache, keys_by_dim
 from mistralrs_sdk.kernels.elementwise import (
     ACTIVATIONS,
     gated,
@@ -176,9 +176,9 @@ def test_rotate_and_store_matches_the_reference(
         whole = fused.clone()
         q, k, v = whole.split((heads, kv_heads, kv_heads), 1)
         caches = [torch.full((3, 8, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-        cache = LayerCache(k=caches[0], v=caches[1])
+        cache = LayerCache(k=keys_by_dim(caches[0]), v=caches[1])
         kernel(q, k, v=v, cos=rotation.cos, sin=rotation.sin, slots=slots, cache=cache)
-        results.append((whole, *caches))
+        results.append((whole, cache.k, cache.v))
 
     mine, theirs = results
     torch.testing.assert_close(mine[0], theirs[0], atol=2e-6, rtol=0)
@@ -252,7 +252,7 @@ def test_rotation_that_does_not_fit_is_refused(slot: int, dim: int):
     """Nothing turns and nothing is written if a slot or a shape is wrong."""
     q, k, v = draw(2, 3, 4), draw(2, 1, 4), draw(2, 1, 4)
     before = q.clone()
-    cache = LayerCache(k=torch.zeros(2, 8, 1, dim), v=torch.zeros(2, 8, 1, dim))
+    cache = LayerCache(k=keys_by_dim(torch.zeros(2, 8, 1, dim)), v=torch.zeros(2, 8, 1, dim))
     slots = torch.tensor([3, slot])
 
     with pytest.raises(ValueError, match=r"is not in the cache|do not fit the cache"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mistralrs_sdk.kernels import elementwise, matmul, native
-from mistralrs_sdk.kernels.attention import LayerCache, store_kv
+from mistralrs_sdk.kernels.attention import LayerCache, keys_by_dim, store_kv
 from mistralrs_sdk.kernels.tape import Arena, ReplayError, Tape, lay_out, record
 
 SIZE = 64
@@ -163,7 +163,7 @@ def test_an_error_while_recording_is_the_steps():
 def test_a_call_that_fails_ends_the_replay():
     """The error names the call; those behind it are not made."""
     shape = (2, 4, 1, 8)
-    caches = [LayerCache(k=torch.zeros(shape), v=torch.zeros(shape)) for _ in range(2)]
+    caches = [LayerCache(k=keys_by_dim(torch.zeros(shape)), v=torch.zeros(shape)) for _ in range(2)]
     slots = [torch.tensor([3]), torch.tensor([3])]
     x = torch.ones(1, 1, 8)
 
@@ -180,10 +180,10 @@ def test_a_call_that_fails_ends_the_replay():
     with pytest.raises(ReplayError, match="call 1 of a tape, mistralrs_store_kv"):
         recorded.tape.run()
 
-    assert caches[1].k.view(8, 8)[5].sum() == 0
+    assert caches[1].k.flatten(0, 1)[5].sum() == 0
     slots[0][0] = 7
     recorded.tape.run()
-    assert caches[0].k.view(8, 8)[7].sum() == caches[1].k.view(8, 8)[5].sum() == 8
+    assert caches[0].k.flatten(0, 1)[7].sum() == caches[1].k.flatten(0, 1)[5].sum() == 8
 
 
 @needs_native

@@ -9,19 +9,27 @@ from torch import Tensor
 
 from mistralrs_sdk.attention.backend import AttentionSpec, Batch, Rotation
 from mistralrs_sdk.attention.kv_cache import PagedKVCache
-from mistralrs_sdk.kernels.attention import LayerCache, PagedBatch, paged_attention, store_kv
+from mistralrs_sdk.kernels.attention import (
+    LayerCache,
+    PagedBatch,
+    keys_by_dim,
+    paged_attention,
+    store_kv,
+)
 from mistralrs_sdk.kernels.elementwise import rotate_and_store
 
 
 class CpuBackend:
     """Attends to a float32 or float16 `PagedKVCache` with float32 queries.
 
-    A row's result does not depend, to the last bit, on what else is in the batch.
+    It owns the cache, and lays its keys out as the kernel reads them. A row's result does not
+    depend, to the last bit, on what else is in the batch.
     """
 
     supports_graphs: ClassVar[bool] = True
 
     def __init__(self, cache: PagedKVCache) -> None:
+        cache.lay_out_keys(keys_by_dim)
         self._layers = [LayerCache(k=k, v=v) for k, v in zip(cache.k, cache.v, strict=True)]
         self._graphs: dict[int, PagedBatch] = {}
 

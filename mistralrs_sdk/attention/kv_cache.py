@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
 import torch
@@ -20,9 +20,11 @@ DENSE_GROWTH = 512
 class PagedKVCache:
     """Keys and values of all layers, in blocks of `block_size` tokens.
 
-    `k[layer]` and `v[layer]` are [num_blocks, block_size, kv_heads, head_dim]. Slot
-    `block * block_size + offset` holds one token. Block 0 is the null block: the pool never hands
-    it out. The cache starts as zeros; on the CPU memory is taken only when a block is first used.
+    `k[layer]` and `v[layer]` are [num_blocks, block_size, kv_heads, head_dim], however they lie in
+    memory: token by token, unless the backend that owns the cache wants its keys otherwise (see
+    `lay_out_keys`). Slot `block * block_size + offset` holds one token. Block 0 is the null block:
+    the pool never hands it out. The cache starts as zeros; on the CPU memory is taken only when a
+    block is first used.
     """
 
     def __init__(
@@ -42,17 +44,36 @@ class PagedKVCache:
         shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
         self.k = tuple(_zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self.v = tuple(_zeros(shape, dtype=dtype, device=device) for shape in shapes)
-        self._flat = [
+        self._flat: list[tuple[Tensor, Tensor]] | None = [
             (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)
         ]
 
+    def lay_out_keys(self, lay_out: Callable[[Tensor], Tensor]) -> None:
+        """Replace each layer's keys by `lay_out(keys)`: the same memory and shape, other strides.
+
+        For the backend that owns the cache, before anything is stored. From then on that backend
+        stores, and `flat` and `store` are refused.
+        """
+        self.k = tuple(map(lay_out, self.k))
+        self._flat = None
+
     def flat(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Views of one layer's keys and values by slot, [num_slots, kv_heads, head_dim]."""
+        """Views of one layer's keys and values by slot, [num_slots, kv_heads, head_dim].
+
+        Raises:
+            ValueError: the keys do not lie token by token.
+        """
+        if self._flat is None:
+            raise ValueError("the keys of this cache lie as its backend wants them: read k and v")
         return self._flat[layer]
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write one token per slot; k and v are [num_tokens, kv_heads, head_dim]."""
-        keys, values = self._flat[layer]
+        """Write one token per slot; k and v are [num_tokens, kv_heads, head_dim].
+
+        Raises:
+            ValueError: the keys do not lie token by token.
+        """
+        keys, values = self.flat(layer)
         keys.index_copy_(0, slots, k.to(self.dtype))
         values.index_copy_(0, slots, v.to(self.dtype))
 

@@ -12,11 +12,28 @@ CACHE_DTYPES = (torch.float32, torch.float16)
 """How keys and values may be stored; queries, new keys and results are float32."""
 
 
+def keys_by_dim(k: Tensor) -> Tensor:
+    """The memory of k, seen as keys that lie as the kernels read them.
+
+    k is contiguous, [num_blocks, block_size, kv_heads, head_dim]. So is the result, but in memory
+    each dimension's keys of a block are adjacent: [num_blocks, kv_heads, head_dim, block_size].
+    What k held is thereby shuffled.
+
+    Raises:
+        ValueError: k is not contiguous.
+    """
+    if not k.is_contiguous():
+        raise ValueError(f"k {list(k.shape)} (strides {k.stride()}) must be contiguous")
+    num_blocks, block_size, kv_heads, head_dim = k.shape
+    return k.view(num_blocks, kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class LayerCache:
     """The keys and values of one layer, made once: checking them costs more than a short call.
 
-    Both are [num_blocks, block_size, kv_heads, head_dim], float32 or float16, contiguous.
+    Both are [num_blocks, block_size, kv_heads, head_dim], float32 or float16: v contiguous, k a
+    view that `keys_by_dim` returned.
 
     Raises:
         ValueError: they are something else.
@@ -30,11 +47,15 @@ class LayerCache:
     def __attrs_post_init__(self) -> None:
         k, v = self.k, self.v
         same = k.dtype == v.dtype and k.shape == v.shape and k.ndim == 4
-        dense = k.is_contiguous() and v.is_contiguous()
-        if k.dtype not in CACHE_DTYPES or not (same and dense):
+        if k.dtype not in CACHE_DTYPES or not (same and v.is_contiguous()):
             raise ValueError(
                 f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) of a cache must "
-                "be alike, contiguous, and float32 or float16"
+                "be alike, v contiguous, and float32 or float16"
+            )
+        if not k.permute(0, 2, 3, 1).is_contiguous():
+            raise ValueError(
+                f"k {list(k.shape)} (strides {k.stride()}) of a cache must have the tokens of a "
+                "block adjacent: make it with keys_by_dim()"
             )
         half = k.dtype == torch.float16
         arguments = (k.data_ptr(), v.data_ptr(), int(half), *k.shape)
@@ -213,8 +234,10 @@ def paged_attention_reference(
 
 def store_kv_reference(k: Tensor, v: Tensor, *, slots: Tensor, cache: LayerCache) -> None:
     """What `store_kv` does, in torch."""
-    cache.k.flatten(0, 1)[slots] = k.to(cache.k.dtype)
-    cache.v.flatten(0, 1)[slots] = v.to(cache.v.dtype)
+    block_size = cache.k.shape[1]
+    places = slots // block_size, slots % block_size
+    cache.k[places] = k.to(cache.k.dtype)
+    cache.v[places] = v.to(cache.v.dtype)
 
 
 def check_slots(slots: Tensor) -> None:

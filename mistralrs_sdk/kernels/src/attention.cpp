@@ -1,9 +1,9 @@
 // Attention of ragged batches over paged keys and values, and the writing of these.
 //
 // A row is one head of one token. What is computed for a row depends on its query, its keys and
-// their positions only: keys are taken in blocks of KEYS and spans of SPAN positions counted from
-// the start of the sequence, the spans are merged in order, and a row's own arithmetic is the same
-// however many rows share a call. So a row is bit-equal alone, in a batch and in any chunking.
+// their positions only: keys are taken in spans of SPAN positions counted from the start of the
+// sequence, the spans are merged in order, and a row's own arithmetic is the same however many rows
+// share a call. So a row is bit-equal alone, in a batch and in any chunking.
 
 #include <omp.h>
 
@@ -11,34 +11,43 @@
 #include <memory>
 #include <vector>
 
+#include "attention_keys.h"
 #include "attention_rows.h"
+#include "cache.h"
 #include "vector.h"
 #include "words.h"
 
 namespace {
 
 using attention::attend_rows;
-using attention::KEYS;
+using attention::Keys;
 using attention::merge;
+using attention::PITCH;
+using attention::Place;
 using attention::ROWS;
+using attention::SPAN;
 using attention::State;
+using attention::Values;
 using vec::Floats;
 using vec::Half;
 using vec::WIDTH;
 
-constexpr int SPAN = 128;        // keys of one partial softmax: what threads share out
-constexpr int TILE_ROWS = 64;    // rows that share one unpacking of keys and values
-constexpr int SHARES = 4;        // pieces of work a thread should find at least
+constexpr int TILE_ROWS = 128;  // rows that share one unpacking of keys and values
+constexpr int FEW_ROWS = 8;     // rows for which unpacking does not pay, and memory is the limit
+constexpr int SHARES = 4;       // pieces of work a thread should find at least
 constexpr int64_t SERIAL = 1 << 15;  // elements of keys below which waking threads does not pay
 
 struct Shape {
-  int heads, kv_heads, head_dim, block_size;
+  int heads;
+  cache::Layout layout;
   int64_t q_stride;  // elements from token to token
   float scale, softcap;
   int window;
-  int group() const { return heads / kv_heads; }
-  int padded_dim() const { return vec::padded(head_dim); }
-  attention::Row row() const { return {head_dim, padded_dim(), softcap}; }
+  int kv_heads() const { return layout.kv_heads; }
+  int head_dim() const { return layout.head_dim; }
+  int group() const { return heads / kv_heads(); }
+  int padded_dim() const { return vec::padded(head_dim()); }
+  attention::Row row() const { return {head_dim(), padded_dim(), softcap}; }
 };
 
 template <class T>
@@ -84,115 +93,68 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// Where the keys and values of one block of keys lie. Hidden ones lie among zeros.
 template <class T>
-struct Rows {
-  const T *k[KEYS], *v[KEYS];
-
-  Rows(const Call<T>& call, const Tile& tile, int start, const T* zeros) {
-    const Shape& shape = call.shape;
-    const int32_t* table = call.tables + tile.sequence * call.table_width;
-    const int64_t stride = int64_t(shape.kv_heads) * shape.head_dim;
-    const int64_t head = int64_t(tile.kv_head) * shape.head_dim;
-    std::fill_n(k, KEYS, zeros);
-    for (int p = std::max(tile.first, start); p < std::min(tile.end, start + KEYS);) {
-      const int block = p / shape.block_size, next = (block + 1) * shape.block_size;
-      int64_t offset = (int64_t(table[block]) * shape.block_size + p % shape.block_size) * stride;
-      for (offset += head; p < std::min({next, tile.end, start + KEYS}); p++, offset += stride) {
-        k[p - start] = call.k + offset;
-        v[p - start] = call.v + offset;
-      }
-    }
-  }
-};
-
-// Keys [low, high) of a block become [dim][KEYS].
-template <class T>
-void unpack_keys(const Rows<T>& rows, int low, int high, int dim, float* keys) {
-  for (int j = low / WIDTH * WIDTH; j < high; j += WIDTH) {
-    const T* const* k = rows.k + j;
-    float* column = keys + j;
-    for (int d = 0; d < dim; d += WIDTH) {
-      Floats x[WIDTH];
-      if (dim - d >= WIDTH) {
-#pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) x[i] = vec::load(k[i] + d);
-        vec::transpose(x);
-#pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) vec::store(column + size_t(d + i) * KEYS, x[i]);
-      } else {
-        for (int i = 0; i < WIDTH; i++) x[i] = vec::load_some(k[i] + d, dim - d);
-        vec::transpose(x);
-        for (int i = 0; i < dim - d; i++) vec::store(column + size_t(d + i) * KEYS, x[i]);
-      }
-    }
-  }
+Place<T> place_of(const Call<T>& call, const Tile& tile, int span) {
+  const int32_t* table = call.tables + tile.sequence * call.table_width;
+  return {call.shape.layout, call.k, call.v, table, tile.kv_head, std::max(tile.first, span * SPAN),
+          std::min(tile.end, (span + 1) * SPAN)};
 }
 
 struct Scratch {
-  Buffer q, keys, values, zeros, span, merged;
+  Buffer q, keys, values, span, merged;
 };
 
-// Keys of the block that starts at `start` which a token at `position` sees.
-void visible(const Shape& shape, int position, int start, int* low, int* high) {
-  *low = shape.window ? std::max(0, position - shape.window + 1 - start) : 0;
-  *high = std::min(KEYS, position + 1 - start);
-}
-
-// All rows of a tile over the block of keys at `start`.
-template <class V>
+// All rows of a tile over the span that starts at `start`.
+template <class K, class V>
 void attend_keys(const Shape& shape, const Tile& tile, int start, const float* q,
-                 const float* keys, const V* const* values, State state) {
+                 const Keys<K>& keys, const Values<V>& values, State state) {
   const int dim = shape.padded_dim(), group = shape.group(), rows = tile.tokens * group;
-  for (int r = 0; r < rows;) {
-    int low, high, next_low, next_high, count = 1;
-    visible(shape, tile.position + r / group, start, &low, &high);
-    for (; count < ROWS && r + count < rows; count++) {
-      visible(shape, tile.position + (r + count) / group, start, &next_low, &next_high);
-      if (next_low != low || next_high != high) break;
+  for (int r = 0, count; r < rows; r += count) {
+    count = rows - r >= ROWS ? ROWS : std::min(4, rows - r);
+    int low[ROWS], high[ROWS];
+    for (int i = 0; i < count; i++) {
+      const int position = tile.position + (r + i) / group;
+      low[i] = shape.window ? std::max(0, position - shape.window + 1 - start) : 0;
+      high[i] = std::clamp(position + 1 - start, 0, SPAN);
     }
-    if (low < high) {
-      State part = state;
-      part.maximum += r;
-      part.total += r;
-      part.values += size_t(r) * dim;
-      const float* x = q + size_t(r) * dim;
-      switch (count) {
-        case 1: attend_rows<1>(shape.row(), x, keys, values, low, high, part); break;
-        case 2: attend_rows<2>(shape.row(), x, keys, values, low, high, part); break;
-        case 3: attend_rows<3>(shape.row(), x, keys, values, low, high, part); break;
-        default: attend_rows<4>(shape.row(), x, keys, values, low, high, part);
-      }
+    if (*std::min_element(low, low + count) >= *std::max_element(high, high + count)) continue;
+    const State part = state.from(r, dim);
+    const float* x = q + size_t(r) * dim;
+    switch (count) {
+      case 1: attend_rows<1>(shape.row(), x, keys, values, low, high, part); break;
+      case 2: attend_rows<2>(shape.row(), x, keys, values, low, high, part); break;
+      case 3: attend_rows<3>(shape.row(), x, keys, values, low, high, part); break;
+      case 4: attend_rows<4>(shape.row(), x, keys, values, low, high, part); break;
+      default: attend_rows<ROWS>(shape.row(), x, keys, values, low, high, part);
     }
-    r += count;
   }
 }
 
 template <class T>
-void attend_block(const Call<T>& call, const Tile& tile, int start, const float* q, State state,
-                  Scratch& scratch) {
+void attend_span(const Call<T>& call, const Tile& tile, int span, const float* q, State state,
+                 Scratch& scratch) {
   const Shape& shape = call.shape;
-  const int dim = shape.padded_dim(), rows = tile.tokens * shape.group();
-  const int low = std::max(tile.first - start, 0), high = std::min(tile.end - start, KEYS);
-  const Rows<T> where(call, tile, start, reinterpret_cast<const T*>(scratch.zeros.take(dim)));
-  float* keys = scratch.keys.take(size_t(shape.head_dim) * KEYS);
-  unpack_keys(where, low, high, shape.head_dim, keys);
-  if (dim == shape.head_dim && (sizeof(T) == sizeof(float) || rows <= ROWS))
-    return attend_keys(shape, tile, start, q, keys, where.v, state);
-  float* values = scratch.values.take(size_t(dim) * KEYS);
-  const float* unpacked[KEYS];
-  for (int j = low; j < high; j++) {
-    unpacked[j] = values + size_t(j) * dim;
-    for (int d = 0; d < dim; d += WIDTH)
-      vec::store(values + size_t(j) * dim + d, vec::load_some(where.v[j] + d, shape.head_dim - d));
-  }
-  attend_keys(shape, tile, start, q, keys, unpacked, state);
+  const int dim = shape.head_dim(), rows = tile.tokens * shape.group();
+  const Place<T> place = place_of(call, tile, span);
+  if (rows <= FEW_ROWS) place.fetch_values(dim);
+  // Blocks and heads of whole vectors are read as they lie, except that many rows would convert
+  // float16 once for every few of them.
+  const bool whole = dim % WIDTH == 0, fast = sizeof(T) == sizeof(float) || rows <= FEW_ROWS;
+  const auto attend_to = [&](const auto& keys, const auto& values) {
+    attend_keys(shape, tile, span * SPAN, q, keys, values, state);
+  };
+  if (whole && fast && shape.layout.block_size % WIDTH == 0)
+    return attend_to(place.keys, place.values);
+  const auto keys = unpack_keys(place, dim, scratch.keys.take(size_t(dim) * PITCH));
+  if (whole && fast) return attend_to(keys, place.values);
+  float* memory = scratch.values.take(size_t(SPAN) * vec::padded(dim));
+  attend_to(keys, unpack_values(place, dim, memory));
 }
 
 template <class T>
 void write_out(const Call<T>& call, const Tile& tile, State state) {
   const Shape& shape = call.shape;
-  const int group = shape.group(), dim = shape.head_dim;
+  const int group = shape.group(), dim = shape.head_dim();
   for (int r = 0; r < tile.tokens * group; r++) {
     const int64_t head = (tile.token + r / group) * shape.heads + tile.kv_head * group + r % group;
     const float* x = state.values + size_t(r) * shape.padded_dim();
@@ -202,9 +164,11 @@ void write_out(const Call<T>& call, const Tile& tile, State state) {
   }
 }
 
-// Attends to some spans; the results go to `partials` one by one, or merged to the output.
+// Attends to some spans; the results go to `partials` one by one, or merged to the output. The next
+// work of this thread is likely to start with the span `ahead` of the tile `next`.
 template <class T>
-void attend(const Call<T>& call, const Tile& tile, const Work& work, float* partials) {
+void attend(const Call<T>& call, const Tile& tile, const Work& work, float* partials,
+            const Tile& next, int ahead) {
   static thread_local Scratch scratch;
   const Shape& shape = call.shape;
   const int dim = shape.padded_dim(), group = shape.group(), rows = tile.tokens * group;
@@ -213,9 +177,9 @@ void attend(const Call<T>& call, const Tile& tile, const Work& work, float* part
   const Floats scale = vec::splat(shape.scale);
   for (int r = 0; r < rows; r++) {
     const float* x = call.q + (tile.token + r / group) * shape.q_stride +
-                     (tile.kv_head * group + r % group) * shape.head_dim;
-    for (int d = 0; d < shape.head_dim; d += WIDTH)
-      vec::store(q + size_t(r) * dim + d, vec::load_some(x + d, shape.head_dim - d) * scale);
+                     (tile.kv_head * group + r % group) * shape.head_dim();
+    for (int d = 0; d < shape.head_dim(); d += WIDTH)
+      vec::store(q + size_t(r) * dim + d, vec::load_some(x + d, shape.head_dim() - d) * scale);
   }
   State merged(scratch.merged.take(size), rows, dim);
   merged.clear(rows, dim);
@@ -223,9 +187,11 @@ void attend(const Call<T>& call, const Tile& tile, const Work& work, float* part
     State state(partials ? partials + (span - tile.first_span()) * size : scratch.span.take(size),
                 rows, dim);
     state.clear(rows, dim);
-    for (int start = span * SPAN; start < (span + 1) * SPAN; start += KEYS)
-      if (start < tile.end && start + KEYS > tile.first)
-        attend_block(call, tile, start, q, state, scratch);
+    if (rows <= FEW_ROWS) {
+      const bool last = span + 1 == work.end_span;
+      place_of(call, last ? next : tile, last ? ahead : span + 1).fetch_keys(shape.head_dim());
+    }
+    attend_span(call, tile, span, q, state, scratch);
     if (!partials) merge(merged, state, rows, dim);
   }
   if (!partials) write_out(call, tile, merged);
@@ -244,71 +210,93 @@ void merge_partials(const Call<T>& call, const Tile& tile, float* partials) {
   write_out(call, tile, merged);
 }
 
-std::vector<Tile> cut(const Shape& shape, int sequences, const int32_t* query_start,
-                      const int32_t* seq_lens) {
+// What is to be done in one call, in memory that the next call uses again.
+struct Plan {
   std::vector<Tile> tiles;
+  std::vector<Work> works;
+  std::vector<int> split;  // the tiles whose spans are shared out
+  size_t memory;           // floats for their results
+};
+
+void cut(const Shape& shape, int sequences, const int32_t* query_start, const int32_t* seq_lens,
+         std::vector<Tile>& tiles) {
+  tiles.clear();
   const int most = std::max(1, TILE_ROWS / shape.group());
   for (int s = 0; s < sequences; s++) {
     const int rows = query_start[s + 1] - query_start[s];
     for (int low = 0; low < rows; low += most) {
       const int tokens = std::min(most, rows - low), position = seq_lens[s] - rows + low;
       const int first = shape.window ? std::max(0, position - shape.window + 1) : 0;
-      for (int head = 0; head < shape.kv_heads; head++)
+      for (int head = 0; head < shape.kv_heads(); head++)
         tiles.push_back(
             {s, head, query_start[s] + low, position, tokens, first, position + tokens});
     }
   }
-  return tiles;
+}
+
+// Makes works of the tiles, of the dear ones one for each span; returns for how many threads.
+int share_out(const Shape& shape, int threads, Plan& plan) {
+  plan.works.clear();
+  plan.split.clear();
+  plan.memory = 0;
+  int64_t total = 0;
+  for (const Tile& t : plan.tiles) total += int64_t(t.tokens) * (t.end - t.first);
+  if (total * shape.head_dim() < SERIAL) threads = 1;
+  for (int i = int(plan.tiles.size()) - 1; i >= 0; i--) {  // late rows of a prompt have most to do
+    Tile& t = plan.tiles[i];
+    const int64_t cost = int64_t(t.tokens) * (t.end - t.first);
+    if (threads == 1 || cost * threads * SHARES <= total || t.end_span() - t.first_span() == 1) {
+      plan.works.push_back({i, t.first_span(), t.end_span()});
+      continue;
+    }
+    t.partial = int64_t(plan.memory);
+    plan.split.push_back(i);
+    plan.memory += (t.end_span() - t.first_span()) *
+                   State::size(t.tokens * shape.group(), shape.padded_dim());
+    for (int span = t.first_span(); span < t.end_span(); span++)
+      plan.works.push_back({i, span, span + 1});
+  }
+  return threads;
 }
 
 template <class T>
 void run(const Call<T>& call, int sequences, const int32_t* query_start, const int32_t* seq_lens,
          int threads) {
   static thread_local Buffer buffer;
-  const Shape& shape = call.shape;
-  std::vector<Tile> tiles = cut(shape, sequences, query_start, seq_lens);
-  int64_t total = 0;
-  for (const Tile& t : tiles) total += int64_t(t.tokens) * (t.end - t.first);
-  if (total * shape.head_dim < SERIAL) threads = 1;
-
-  std::vector<Work> works;
-  std::vector<int> split;
-  size_t memory = 0;
-  for (int i = int(tiles.size()) - 1; i >= 0; i--) {  // late rows of a prompt have most to do
-    Tile& t = tiles[i];
-    const int64_t cost = int64_t(t.tokens) * (t.end - t.first);
-    if (threads == 1 || cost * threads * SHARES <= total || t.end_span() - t.first_span() == 1) {
-      works.push_back({i, t.first_span(), t.end_span()});
-      continue;
-    }
-    t.partial = int64_t(memory);
-    split.push_back(i);
-    memory += (t.end_span() - t.first_span()) *
-              State::size(t.tokens * shape.group(), shape.padded_dim());
-    for (int span = t.first_span(); span < t.end_span(); span++)
-      works.push_back({i, span, span + 1});
+  static thread_local Plan kept;
+  Plan& plan = kept;  // this thread's, in the others too
+  cut(call.shape, sequences, query_start, seq_lens, plan.tiles);
+  threads = share_out(call.shape, threads, plan);
+  float* partials = plan.memory ? buffer.take(plan.memory) : nullptr;
+  const auto work = [&](size_t i) {
+    const Work& next = plan.works[std::min(i + threads, plan.works.size() - 1)];
+    const Tile& tile = plan.tiles[plan.works[i].tile];
+    attend(call, tile, plan.works[i], tile.partial < 0 ? nullptr : partials + tile.partial,
+           plan.tiles[next.tile], next.first_span);
+  };
+  if (threads == 1) {
+    for (size_t i = 0; i < plan.works.size(); i++) work(i);
+    return;
   }
-  float* partials = memory ? buffer.take(memory) : nullptr;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+#pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < works.size(); i++) {
-      const Tile& tile = tiles[works[i].tile];
-      attend(call, tile, works[i], tile.partial < 0 ? nullptr : partials + tile.partial);
-    }
+    for (size_t i = 0; i < plan.works.size(); i++) work(i);
 #pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < split.size(); i++)
-      merge_partials(call, tiles[split[i]], partials + tiles[split[i]].partial);
+    for (size_t i = 0; i < plan.split.size(); i++) {
+      const Tile& tile = plan.tiles[plan.split[i]];
+      merge_partials(call, tile, partials + tile.partial);
+    }
   }
 }
 
 template <class T>
-void write_tokens(const float* x, int64_t stride, const int64_t* slots, T* cache, int64_t tokens,
-                  int size) {
+void write_tokens(const float* k, int64_t k_stride, const float* v, int64_t v_stride,
+                  const int64_t* slots, int64_t tokens, void* k_cache, void* v_cache,
+                  const cache::Layout& layout) {
   for (int64_t t = 0; t < tokens; t++)
-    for (int i = 0; i < size; i += WIDTH)
-      vec::store_some(cache + slots[t] * size + i, vec::load_some(x + t * stride + i, size - i),
-                      size - i);
+    cache::put_token(layout, slots[t], k + t * k_stride, v + t * v_stride, (T*)k_cache,
+                     (T*)v_cache);
 }
 
 // The first sequence whose rows, length or blocks do not fit together; -1 if all do.
@@ -341,7 +329,7 @@ extern "C" int mistralrs_paged_attention(
                            num_blocks, block_size);
   if (wrong >= 0) return wrong;
   const float inner = softcap != 0.0f ? scale / softcap : scale;
-  const Shape shape{heads, kv_heads, head_dim, block_size, q_stride, inner, softcap, window};
+  const Shape shape{heads, {block_size, kv_heads, head_dim}, q_stride, inner, softcap, window};
   if (half) {
     const Call<Half> call{shape, q, (const Half*)k_cache, (const Half*)v_cache,
                           block_tables, table_width, out};
@@ -360,16 +348,11 @@ extern "C" int64_t mistralrs_store_kv(const float* k, int64_t k_stride, const fl
                                       int64_t v_stride, const int64_t* slots, int64_t tokens,
                                       void* k_cache, void* v_cache, int half, int64_t num_blocks,
                                       int block_size, int kv_heads, int head_dim) {
-  for (int64_t t = 0; t < tokens; t++)
-    if (slots[t] < 0 || slots[t] >= num_blocks * block_size) return t;
-  const int size = kv_heads * head_dim;
-  if (half) {
-    write_tokens(k, k_stride, slots, (Half*)k_cache, tokens, size);
-    write_tokens(v, v_stride, slots, (Half*)v_cache, tokens, size);
-  } else {
-    write_tokens(k, k_stride, slots, (float*)k_cache, tokens, size);
-    write_tokens(v, v_stride, slots, (float*)v_cache, tokens, size);
-  }
+  const int64_t wrong = cache::misplaced(slots, tokens, num_blocks * block_size);
+  if (wrong >= 0) return wrong;
+  const auto write = half ? write_tokens<Half> : write_tokens<float>;
+  write(k, k_stride, v, v_stride, slots, tokens, k_cache, v_cache,
+        {block_size, kv_heads, head_dim});
   return -1;
 }
 CALLABLE(mistralrs_store_kv)

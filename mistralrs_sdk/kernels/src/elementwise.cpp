@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cache.h"
 #include "vector.h"
 #include "words.h"
 
@@ -55,12 +56,6 @@ void rotate(float* x, const float* cos, const float* sin, int dim) {
     vec::store_some(x + d, first, count);
     vec::store_some(x + half + d, second, count);
   }
-}
-
-template <class T>
-void put_row(T* to, const float* from, int size) {
-  for (int i = 0; i < size; i += WIDTH)
-    vec::store_some(to + i, vec::load_some(from + i, size - i), size - i);
 }
 
 }  // namespace
@@ -127,22 +122,20 @@ extern "C" int64_t mistralrs_rotate_and_store(
     const float* cos, const float* sin, const int64_t* slots, int64_t tokens, int heads,
     int threads, void* k_cache, void* v_cache, int half, int64_t num_blocks, int block_size,
     int kv_heads, int dim) {
-  for (int64_t t = 0; t < tokens; t++)
-    if (slots[t] < 0 || slots[t] >= num_blocks * block_size) return t;
-  const int size = kv_heads * dim;
+  const int64_t wrong = cache::misplaced(slots, tokens, num_blocks * block_size);
+  if (wrong >= 0) return wrong;
+  const cache::Layout layout{block_size, kv_heads, dim};
   threads = share(threads, tokens, tokens * (heads + 2 * kv_heads) * dim);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tokens; t++) {
     float *queries = q + t * q_stride, *keys = k + t * k_stride;
     for (int h = 0; h < heads; h++) rotate(queries + h * dim, cos + t * dim, sin + t * dim, dim);
     for (int h = 0; h < kv_heads; h++) rotate(keys + h * dim, cos + t * dim, sin + t * dim, dim);
-    if (half) {
-      put_row((Half*)k_cache + slots[t] * size, keys, size);
-      put_row((Half*)v_cache + slots[t] * size, v + t * v_stride, size);
-    } else {
-      put_row((float*)k_cache + slots[t] * size, keys, size);
-      put_row((float*)v_cache + slots[t] * size, v + t * v_stride, size);
-    }
+    const float* values = v + t * v_stride;
+    if (half)
+      cache::put_token(layout, slots[t], keys, values, (Half*)k_cache, (Half*)v_cache);
+    else
+      cache::put_token(layout, slots[t], keys, values, (float*)k_cache, (float*)v_cache);
   }
   return -1;
 }

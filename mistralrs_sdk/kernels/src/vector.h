@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -29,6 +30,13 @@ constexpr int WIDTH = 4;
 constexpr bool FAST_HALVES = true;
 #else
 constexpr bool FAST_HALVES = false;
+#endif
+
+// How many vectors the machine has names for.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
@@ -92,6 +100,9 @@ inline Half float_to_half(float x) {
   return Half(sign | (bits - 0x3f000000));
 }
 
+inline float to_float(float x) { return x; }
+inline float to_float(Half x) { return half_to_float(x); }
+
 inline Floats load(const Half* p) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -106,6 +117,29 @@ inline Floats load(const Half* p) {
 #endif
 }
 
+// The first half of a vector from one place, the second from another.
+#if defined(__AVX512F__)
+inline Floats load_pair(const float* a, const float* b) {
+  const __m512d low = _mm512_castpd256_pd512(_mm256_loadu_pd((const double*)a));
+  return (Floats)_mm512_insertf64x4(low, _mm256_loadu_pd((const double*)b), 1);
+}
+inline Floats load_pair(const Half* a, const Half* b) {
+  const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)a));
+  const __m128i high = _mm_loadu_si128((const __m128i*)b);
+  return (Floats)_mm512_cvtph_ps(_mm256_inserti128_si256(low, high, 1));
+}
+#else
+template <class T>
+inline Floats load_pair(const T* a, const T* b) {
+  Floats x;
+  for (int i = 0; i < WIDTH / 2; i++) {
+    x[i] = to_float(a[i]);
+    x[WIDTH / 2 + i] = to_float(b[i]);
+  }
+  return x;
+}
+#endif
+
 inline void store(Half* p, Floats x) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
@@ -118,24 +152,68 @@ inline void store(Half* p, Floats x) {
 #endif
 }
 
-inline float to_float(float x) { return x; }
-inline float to_float(Half x) { return half_to_float(x); }
+// Keeps x in its register: compilers would rather load a vector again for each use.
+inline void hold(Floats& x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+}
+
+// Brings `bytes` of memory near, for use in a while. The asm is an effect: without one, compilers
+// drop calls of functions that do nothing but this.
+inline void fetch(const void* p, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 2);
+  asm volatile("");
+}
+
 inline void put(float* p, float x) { *p = x; }
 inline void put(Half* p, float x) { *p = float_to_half(x); }
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+
+inline uint16_t low_bits(int count) { return uint16_t((1u << count) - 1); }
+
+inline Floats load_few(const float* p, int count) {
+  return (Floats)_mm512_maskz_loadu_ps(low_bits(count), p);
+}
+inline Floats load_few(const Half* p, int count) {
+  return (Floats)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(low_bits(count), p));
+}
+inline void store_few(float* p, Floats x, int count) {
+  _mm512_mask_storeu_ps(p, low_bits(count), (__m512)x);
+}
+inline void store_few(Half* p, Floats x, int count) {
+  _mm256_mask_storeu_epi16(p, low_bits(count),
+                           _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#else
+
+template <class T>
+inline Floats load_few(const T* p, int count) {
+  Floats x{};
+  for (int i = 0; i < count; i++) x[i] = to_float(p[i]);
+  return x;
+}
+template <class T>
+inline void store_few(T* p, Floats x, int count) {
+  for (int i = 0; i < count; i++) put(p + i, x[i]);
+}
+
+#endif
 
 // The first `count` elements, and zeros.
 template <class T>
 inline Floats load_some(const T* p, int count) {
-  if (count >= WIDTH) return load(p);
-  Floats x{};
-  for (int i = 0; i < count; i++) x[i] = to_float(p[i]);
-  return x;
+  return count >= WIDTH ? load(p) : load_few(p, count);
 }
 
 template <class T>
 inline void store_some(T* p, Floats x, int count) {
   if (count >= WIDTH) return store(p, x);
-  for (int i = 0; i < count; i++) put(p + i, x[i]);
+  store_few(p, x, count);
 }
 
 inline Floats fma(Floats a, Floats b, Floats c) {
