@@ -113,8 +113,11 @@ async def test_a_slow_reader_gets_everything_merged_and_stalls_nobody():
 
 async def test_a_crash_fails_every_stream_and_every_later_call():
     """Open streams, later requests and calls get EngineDeadError with the cause chained."""
-    thread = await started(FakeRunner(fail_when=lambda n: True), max_num_seqs=1)
+    all_there = threading.Event()
+    runner = FakeRunner(fail_when=lambda n: all_there.wait(10))
+    thread = await started(runner, max_num_seqs=1)
     streams = [await thread.submit(make_request(5)) for _ in range(8)]
+    all_there.set()
     outcomes = await asyncio.gather(*map(collect, streams), return_exceptions=True)
     dead = [o for o in outcomes if isinstance(o, EngineDeadError)]
     assert dead
