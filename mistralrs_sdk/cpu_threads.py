@@ -18,6 +18,7 @@ from mistralrs_sdk.machine import (
     read_text,
     within_quota,
 )
+from mistralrs_sdk.switches import switched_on
 
 logger = logging.getLogger("mistralrs_sdk.engine")
 
@@ -28,7 +29,6 @@ COUNTS = ("CANDLE_NUM_THREADS", "RAYON_NUM_THREADS")
 
 _MAX_CPU = 65_535
 """No kernel numbers its CPUs higher; a slip of the finger must not fill the memory."""
-_OFF = ("", "0", "false", "no", "off")
 _CANNOT_PIN = "this system has no way to pin threads to CPUs"
 _ALL_ALIKE = "the CPUs this process may use do not differ in capacity"
 
@@ -181,11 +181,6 @@ def format_cpulist(cpus: Collection[int]) -> str:
         else:
             runs.append([cpu, cpu])
     return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs)
-
-
-def switched_on(environ: Mapping[str, str], name: str) -> bool:
-    """Whether a switch is set to anything but blank, 0, false, no or off, in any case."""
-    return environ.get(name, "").strip().lower() not in _OFF
 
 
 def _count(environ: Mapping[str, str], name: str) -> int | None:

@@ -14,8 +14,8 @@ from mistralrs_sdk.cpu_threads import (
     format_cpulist,
     high_capacity_cpus,
     parse_cpulist,
-    switched_on,
 )
+from mistralrs_sdk.switches import switched_on
 
 STRONG = frozenset(range(10, 20))
 """The high-capacity CPUs of `big_little`."""

@@ -27,6 +27,7 @@ BASE = {
     "machine",
     "plan",
     "sampling_params",
+    "switches",
     "topology",
 }
 BELOW_MODELS = BASE | {"attention", "kernels", "layers", "quant"}
@@ -80,6 +81,7 @@ TORCH_FREE = (
     "plan",
     "quant.isq",
     "sampling_params",
+    "switches",
     "topology",
 )
 HOMES = {  # a library, and the only places that may import it

@@ -51,8 +51,8 @@ async def test_types_that_cannot_be_had_are_refused(isq, error, match):
 async def test_without_native_kernels_it_is_refused(monkeypatch):
     """With the reason that there are none."""
     async with await builder().build() as model:
-        monkeypatch.setattr(requantise.native, "available", lambda: False)
-        monkeypatch.setattr(requantise.native, "reason", lambda: "no compiler")
+        monkeypatch.setattr(native, "available", lambda: False)
+        monkeypatch.setattr(native, "reason", lambda: "no compiler")
         await assert_refused(model, Q8, UnsupportedError, "native kernels.*no compiler")
 
 
@@ -69,7 +69,7 @@ async def test_on_another_device_it_is_refused():
 async def test_in_another_dtype_than_float32_it_is_refused(dtype):
     """That is what products with quantised weights take and give."""
     async with await builder().with_dtype(dtype).build() as model:
-        await assert_refused(model, Q8, UnsupportedError, f"computes in {dtype}.*with_dtype")
+        await assert_refused(model, Q8, UnsupportedError, f"dtype is {dtype}.*with_dtype")
 
 
 @pytest.mark.parametrize(("old", "new"), [(Q4, Q8), (Q8, Q4)])

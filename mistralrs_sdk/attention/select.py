@@ -6,12 +6,9 @@ from collections.abc import Mapping
 
 import attrs
 
-from mistralrs_sdk.errors import ConfigError
+from mistralrs_sdk.switches import read_switch
 
 KV_SWITCH = "MISTRALRS_CPU_KV_F32"
-
-_ON = ("1", "true", "yes", "on")
-_OFF = ("0", "false", "no", "off")
 
 
 @attrs.frozen(kw_only=True)
@@ -66,7 +63,9 @@ def select_kv_dtype(
     Raises:
         ConfigError: MISTRALRS_CPU_KV_F32 is neither on nor off.
     """
-    wanted = _wants_f32(environ)
+    wanted = read_switch(
+        environ, KV_SWITCH, default=False, unset="float16 where the CPU is fast with it"
+    )
     if backend != "CpuBackend":
         return KvChoice(dtype=dtype, origin="the model's dtype")
     if wanted:
@@ -76,13 +75,3 @@ def select_kv_dtype(
     if not fast_halves:
         return KvChoice(dtype="f32", origin="this CPU is slow with f16")
     return KvChoice(dtype="f16", origin="automatic on cpu")
-
-
-def _wants_f32(environ: Mapping[str, str]) -> bool:
-    text = environ.get(KV_SWITCH, "").strip().lower()
-    if text and text not in _ON + _OFF:
-        raise ConfigError(
-            f"{KV_SWITCH} ({environ[KV_SWITCH]!r}) must be one of {', '.join(_ON + _OFF)}; unset "
-            "it for float16 where the CPU is fast with it"
-        )
-    return text in _ON

@@ -23,7 +23,7 @@ from mistralrs_sdk.config import (
     ModelSource,
     Progress,
 )
-from mistralrs_sdk.cpu_threads import switched_on, use_threads
+from mistralrs_sdk.cpu_threads import use_threads
 from mistralrs_sdk.engine.block_pool import BlockPool
 from mistralrs_sdk.engine.default_scheduler import DefaultScheduler
 from mistralrs_sdk.engine.engine import Engine
@@ -39,13 +39,20 @@ from mistralrs_sdk.engine.scheduler import Scheduler, SchedulerConfig
 from mistralrs_sdk.engine.settle import TORCH_DTYPES, Settled, settle
 from mistralrs_sdk.errors import ModelLoadError
 from mistralrs_sdk.loading.checkpoint import Checkpoint
-from mistralrs_sdk.loading.forms import describe_forms, forms_as_kept, total_bytes
+from mistralrs_sdk.loading.forms import (
+    Form,
+    Packing,
+    describe_forms,
+    forms_as_kept,
+    total_bytes,
+)
 from mistralrs_sdk.loading.imatrix import importance_of
 from mistralrs_sdk.loading.loader import (
     load_model,
     open_checkpoint,
 )
 from mistralrs_sdk.plan import MemoryPlan
+from mistralrs_sdk.switches import switched_on
 
 logger = logging.getLogger("mistralrs_sdk.engine")
 
@@ -62,9 +69,10 @@ class EngineInfo:
     architecture: str
     vocab_size: int
     num_parameters: int
-    weight_bytes: int
-    weights: str
-    """The types the matrices are kept in, and how many there are of each."""
+    packing: Packing
+    """What becomes of weights that nobody asked to quantise."""
+    forms: Mapping[str, Form]
+    """How each weight is kept."""
     kv_bytes_per_token: int
     kv_dtype: ModelDType
     """The type keys and values are kept in."""
@@ -74,6 +82,15 @@ class EngineInfo:
     cpu_affinity: frozenset[int] | None
     """The only CPUs the engine's threads run on; None if they are not pinned."""
     load_seconds: float
+
+    @property
+    def weight_bytes(self) -> int:
+        return total_bytes(self.forms)
+
+    @property
+    def weights(self) -> str:
+        """The types the matrices are kept in, and how many there are of each."""
+        return describe_forms(self.forms.values())
 
     @property
     def max_model_len(self) -> int:
@@ -126,15 +143,14 @@ def build_engine(
         device=device,
         block_size=settled.plan.block_size,
     )
-    forms = forms_as_kept(settled.forms, model, dtype=dtype)
     info = EngineInfo(
         config=resolved,
         origins=origins,
         architecture=model.config.architecture,
         vocab_size=model.config.vocab_size,
         num_parameters=settled.plan.num_parameters,
-        weight_bytes=total_bytes(forms),
-        weights=describe_forms(forms.values()),
+        packing=settled.packing,
+        forms=forms_as_kept(settled.forms, model, dtype=dtype),
         kv_bytes_per_token=settled.plan.kv_bytes_per_token,
         kv_dtype=settled.kv_dtype,
         num_blocks=scheduler.stats().total_blocks,

@@ -13,28 +13,24 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from mistralrs_sdk.config import EngineConfig, ModelDType, ModelSource, Progress
+from mistralrs_sdk.config import EngineConfig, ModelSource, Progress
 from mistralrs_sdk.engine.build import EngineInfo
 from mistralrs_sdk.engine.engine import Engine
 from mistralrs_sdk.engine.model_runner import ModelRunner
-from mistralrs_sdk.engine.settle import TORCH_DTYPES
+from mistralrs_sdk.engine.settle import TORCH_DTYPES, refuse_quantising
 from mistralrs_sdk.errors import (
     ConfigError,
     EngineClosedError,
     MistralRsError,
     ModelLoadError,
-    UnsupportedError,
 )
 from mistralrs_sdk.isq import Isq
-from mistralrs_sdk.kernels import native
 from mistralrs_sdk.loading.checkpoint import Checkpoint, TensorSource
 from mistralrs_sdk.loading.forms import (
     Form,
     choose_forms,
-    choose_packing,
-    describe_forms,
+    forms_as_kept,
     quantise_target,
-    total_bytes,
 )
 from mistralrs_sdk.loading.imatrix import importance_of
 from mistralrs_sdk.loading.loader import free_memory, open_checkpoint
@@ -104,8 +100,6 @@ class Requantiser:
         self.info = info
         self._files = files
         self._imatrix = info.config.imatrix
-        self._forms: dict[str, Form] | None = None
-        """How each weight is kept now; None until that was asked for."""
 
     def run(
         self,
@@ -127,17 +121,23 @@ class Requantiser:
         """
         runner = cast(ModelRunner, engine.runner)
         model = cast(CausalLM, runner.model)
-        _refuse_settings(runner.device, self.info.config.dtype)
+        refuse_quantising("re_isq_model", device=runner.device, dtype=self.info.config.dtype)
         imatrix = self._imatrix_for(isq)
         config = attrs.evolve(self.info.config, isq=isq, imatrix=imatrix)
         checkpoint = self._files.reopen()
         importance = None if imatrix is None else importance_of(checkpoint, imatrix)
         with torch.device("meta"):
             fresh = build_model(model.config)
-        wanted = self._choose(fresh, checkpoint, config)
-        if self._forms is None:
-            self._forms = self._choose(fresh, checkpoint, self.info.config)
-        changed = [name for name, form in wanted.items() if form != self._forms[name]]
+        dtype = TORCH_DTYPES[config.dtype]
+        wanted = choose_forms(
+            fresh,
+            checkpoint,
+            dtype=dtype,
+            packing=self.info.packing,
+            target=quantise_target(config.isq, config.topology),
+        )
+        kept = dict(self.info.forms)
+        changed = [name for name, form in wanted.items() if form != kept[name]]
         self._refuse_size(changed, wanted, checkpoint.tensors, isq=isq, device=runner.device)
         if changed:
             engine.scheduler.forget_kv()
@@ -160,38 +160,21 @@ class Requantiser:
                         wanted[name],
                         tensors=checkpoint.tensors,
                         importance=importance,
-                        dtype=TORCH_DTYPES[config.dtype],
+                        dtype=dtype,
                         device=runner.device,
                     )
-                    self._forms[name] = wanted[name]
+                    kept[name] = forms_as_kept({name: wanted[name]}, model, dtype=dtype)[name]
                     done += 1
                     advance(wanted[name].num_bytes)
         except Exception as error:
             reached = f"re_isq_model({isq.value}) stopped after {done} of {len(changed)} weights"
-            self._describe(self.info.config, isq=reached)
+            self._describe(self.info.config, kept, isq=reached)
             if isinstance(error, EngineClosedError):
                 raise
             raise ModelLoadError(_failure(reached, error)) from error
         finally:
             _give_memory_back()
-        self._describe(config, isq="re_isq_model")
-
-    def _choose(
-        self, model: CausalLM, checkpoint: Checkpoint, config: EngineConfig
-    ) -> dict[str, Form]:
-        """The forms that building with `config` gives; `model` has its parameters on "meta"."""
-        return choose_forms(
-            model,
-            checkpoint,
-            dtype=TORCH_DTYPES[config.dtype],
-            packing=choose_packing(
-                device="cpu",
-                automatic=self.info.origins["dtype"] != "user",
-                native=native.reason(),
-                half=False,  # that is for a machine without the kernels, which was refused
-            ),
-            target=quantise_target(config.isq, config.topology),
-        )
+        self._describe(config, kept, isq="re_isq_model")
 
     def _imatrix_for(self, isq: Isq) -> str | None:
         """The importance matrix the model was built with, if the types that are wanted use one."""
@@ -211,12 +194,11 @@ class Requantiser:
         isq: Isq,
         device: torch.device,
     ) -> None:
-        assert self._forms is not None, "chosen before"
         grown = needed = 0
         for name in changed:
             size = wanted[name].num_bytes
             needed = max(needed, grown + size + bytes_to_read(wanted[name], tensors))
-            grown += size - self._forms[name].num_bytes
+            grown += size - self.info.forms[name].num_bytes
         free = free_memory(device)
         if needed > free:
             raise ModelLoadError(
@@ -225,9 +207,8 @@ class Requantiser:
                 "choose a smaller type, or free memory"
             )
 
-    def _describe(self, config: EngineConfig, **origins: str) -> None:
+    def _describe(self, config: EngineConfig, forms: Mapping[str, Form], **origins: str) -> None:
         """Publish what runs now."""
-        assert self._forms is not None, "chosen before"
         if config.imatrix is None and self._imatrix is not None:
             origins["imatrix"] = "not used by this type"
         kept = {k: v for k, v in self.info.origins.items() if k not in ("isq", "imatrix")}
@@ -235,33 +216,13 @@ class Requantiser:
             self.info,
             config=config,
             origins=kept | origins,
-            weight_bytes=total_bytes(self._forms),
-            weights=describe_forms(self._forms.values()),
+            forms=forms,
         )
 
 
 def _stamp(file: Path) -> tuple[int, int]:
     found = file.stat()
     return found.st_size, found.st_mtime_ns
-
-
-def _refuse_settings(device: torch.device, dtype: ModelDType) -> None:
-    """Refuse a model that could not compute with the result."""
-    if device.type != "cpu":
-        raise UnsupportedError(
-            f"re_isq_model: quantised weights are computed with on a CPU only, and the device is "
-            f"{device}; build the model with with_force_cpu()"
-        )
-    if not native.available():
-        raise UnsupportedError(
-            "re_isq_model: quantised weights need the native kernels, and there are none: "
-            f"{native.reason()}"
-        )
-    if dtype is not ModelDType.F32:
-        raise UnsupportedError(
-            "re_isq_model: quantised weights take and give float32, and the model computes in "
-            f'{dtype.value}; build it without with_dtype, or with with_dtype("f32")'
-        )
 
 
 def _replace(

@@ -49,6 +49,7 @@ class Settled:
     dtype: torch.dtype
     model: CausalLM
     """Its parameters are on "meta"."""
+    packing: Packing
     forms: Mapping[str, Form]
     paged_backend: str | None
     """Class name of the backend that attends to a paged cache; None without one."""
@@ -67,11 +68,12 @@ def settle(checkpoint: Checkpoint, config: EngineConfig, origins: dict[str, str]
     dtype = TORCH_DTYPES[kind]
     config = attrs.evolve(config, device=str(device), dtype=kind)
     model = prepare_model(checkpoint)
+    packing = _choose_packing(device, origins)
     forms = choose_forms(
         model,
         checkpoint,
         dtype=dtype,
-        packing=_choose_packing(device, origins),
+        packing=packing,
         target=_quantise_target(config, device),
     )
     if config.topology is not None:
@@ -93,11 +95,35 @@ def settle(checkpoint: Checkpoint, config: EngineConfig, origins: dict[str, str]
         device=device,
         dtype=dtype,
         model=model,
+        packing=packing,
         forms=forms,
         paged_backend=paged_backend,
         kv_dtype=kv_dtype,
         plan=plan,
     )
+
+
+def refuse_quantising(asked: str, *, device: torch.device, dtype: ModelDType) -> None:
+    """Refuse what `asked` names unless quantised weights can be computed with.
+
+    Raises:
+        UnsupportedError: they cannot, on this device, in this dtype or without native kernels.
+    """
+    if device.type != "cpu":
+        raise UnsupportedError(
+            f"{asked}: quantised weights are computed with on a CPU only, and the device is "
+            f"{device}; leave it out, or use with_force_cpu()"
+        )
+    if dtype is not ModelDType.F32:
+        raise UnsupportedError(
+            f"{asked}: products with quantised weights are float32, and dtype is "
+            f'{dtype.value}; leave dtype out, or use with_dtype("f32")'
+        )
+    if not native.available():
+        raise UnsupportedError(
+            f"{asked}: quantised weights need the native kernels, and there are none: "
+            f"{native.reason()}"
+        )
 
 
 def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.device:
@@ -184,21 +210,7 @@ def _quantise_target(config: EngineConfig, device: torch.device) -> Target:
     asked = " and ".join(name for name, there in wanted.items() if there)
     if not asked:
         return quantise_target(None, None)
-    if device.type != "cpu":
-        raise UnsupportedError(
-            f"{asked}: quantised weights are computed with on a CPU only, and the device is "
-            f"{device}; leave it out, or use with_force_cpu()"
-        )
-    if config.dtype is not ModelDType.F32:
-        raise UnsupportedError(
-            f"{asked}: products with quantised weights are float32, and dtype is "
-            f'{config.dtype.value}; leave dtype out, or use with_dtype("f32")'
-        )
-    if not native.available():
-        raise UnsupportedError(
-            f"{asked}: quantised weights need the native kernels, and there are none: "
-            f"{native.reason()}"
-        )
+    refuse_quantising(asked, device=device, dtype=config.dtype)
     return quantise_target(config.isq, config.topology)
 
 

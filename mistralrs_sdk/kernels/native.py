@@ -21,8 +21,8 @@ from pathlib import Path
 import attrs
 import torch
 
-from mistralrs_sdk.errors import ConfigError
 from mistralrs_sdk.machine import read_text
+from mistralrs_sdk.switches import read_switch
 
 logger = logging.getLogger("mistralrs_sdk.kernels")
 
@@ -40,8 +40,6 @@ FLAGS = (
     "-w",
 )
 
-_ON = ("1", "true", "yes", "on")
-_OFF = ("0", "false", "no", "off")
 _SOURCES = Path(__file__).parent / "src"
 _COMPILE_SECONDS = 300
 _listeners: dict[int, Callable[[str, bytes, int], None]] = {}
@@ -155,7 +153,8 @@ def outcome() -> Outcome:
 
     Raises: ConfigError if MISTRALRS_NATIVE_KERNELS is neither on nor off.
     """
-    if not switched_on(os.environ):
+    wanted = "the native kernels where there is a compiler"
+    if not read_switch(os.environ, SWITCH, default=True, unset=wanted):
         return Outcome(library=None, reason=f"switched off by {SWITCH}={os.environ[SWITCH]}")
     try:
         found = load(build())
@@ -163,20 +162,6 @@ def outcome() -> Outcome:
         logger.warning("No native kernels: %s. Without them %s.", error, _RATHER)
         return Outcome(library=None, reason=str(error))
     return Outcome(library=found, reason=found.mistralrs_instructions().decode())
-
-
-def switched_on(environ: Mapping[str, str]) -> bool:
-    """What MISTRALRS_NATIVE_KERNELS says; on if it is unset or blank.
-
-    Raises: ConfigError for a value that is neither on nor off.
-    """
-    text = environ.get(SWITCH, "").strip().lower()
-    if text and text not in _ON + _OFF:
-        raise ConfigError(
-            f"{SWITCH} ({environ[SWITCH]!r}) must be one of {', '.join(_ON + _OFF)}; "
-            "unset it for the native kernels where there is a compiler"
-        )
-    return text not in _OFF
 
 
 def build(

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from mistralrs_sdk.cpu_threads import switched_on
 from mistralrs_sdk.errors import ModelLoadError
 from mistralrs_sdk.loading.checkpoint import TensorSource
 from mistralrs_sdk.loading.forms import Form
 from mistralrs_sdk.quant.linear_method import DENSE
 from mistralrs_sdk.quant.packed import PackedMethod
 from mistralrs_sdk.quant.quantise import quantise
+from mistralrs_sdk.switches import switched_on
 
 logger = logging.getLogger("mistralrs_sdk.loading")
 

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from mistralrs_sdk.kernels import matmul
 from mistralrs_sdk.kernels.matmul import PackedWeight
 from mistralrs_sdk.quant.linear_method import DENSE
-from mistralrs_sdk.quant.quantise import quantise
-
-_BLOCKS_OF = {"HQQ4": "Q4_1"}
-"""Ways to quantise whose result has the blocks of another type."""
+from mistralrs_sdk.quant.quantise import quantise, stored_type
 
 
 @attrs.frozen
@@ -41,7 +38,7 @@ class PackedMethod:
         """For parts (type, rows) one under the other; neighbours of one type become one."""
         merged: list[Rows] = []
         for name, count in parts:
-            ggml_type = _BLOCKS_OF.get(name, name)
+            ggml_type = stored_type(name).name
             if merged and merged[-1].ggml_type == ggml_type:
                 count += merged.pop().count
             merged.append(Rows(ggml_type, count))
