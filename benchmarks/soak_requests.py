@@ -210,7 +210,7 @@ async def live_requests(run: Run) -> set[int]:
         return {s.request.id for s in (*engine.scheduler.running, *engine.scheduler.waiting)}
 
     # not public: only tests look into the scheduler
-    return await run.model._thread.call(look)
+    return await run.model.inner().thread.call(look)
 
 
 async def check_gone(run: Run, id: str, how: str) -> None:

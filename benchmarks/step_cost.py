@@ -82,7 +82,7 @@ async def main_async(path: str, *, threads: int, runs: int) -> None:
     builder = ModelBuilder(path).with_force_cpu().with_num_threads(threads)
     async with await builder.with_paged_attn(paged.build()).build() as model:
         # not public: single steps are the engine's business
-        (a, b, c, d), error = await model._thread.call(lambda engine: fit(engine, runs=runs))
+        (a, b, c, d), error = await model.inner().thread.call(lambda engine: fit(engine, runs=runs))
     print(f"StepCost(step={a:.3g}, prompt_token={b:.3g}, decode={c:.3g}, context_token={d:.3g})")
     print(f"{path}, {threads} threads; the fit is off by {error:.0%} at the median step")
 

@@ -126,7 +126,7 @@ async def measure_weights(model: Model) -> Weights:
         )
 
     # not public: what the weights are is the engine's business
-    return await model._thread.call(count)
+    return await model.inner().thread.call(count)
 
 
 async def generate(model: Model, prompts: Prompts, new_tokens: int) -> int:

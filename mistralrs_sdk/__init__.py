@@ -19,10 +19,11 @@ if TYPE_CHECKING:
         PagedAttentionMetaBuilder,
     )
     from mistralrs_sdk.chat.messages import (
-        RequestBuilder,
+        ReasoningEffort,
         TextMessageRole,
         TextMessages,
     )
+    from mistralrs_sdk.chat.requests import RequestBuilder
     from mistralrs_sdk.chat.responses import (
         ChatCompletionChunkResponse,
         ChatCompletionResponse,
@@ -37,6 +38,13 @@ if TYPE_CHECKING:
         TopLogprob,
         Usage,
     )
+    from mistralrs_sdk.chat.tools import (
+        CalledFunction,
+        Function,
+        Tool,
+        ToolCallResponse,
+        ToolChoice,
+    )
     from mistralrs_sdk.config import (
         EngineConfig,
         MemoryGpuConfig,
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
         PagedCacheType,
         TokenSource,
     )
+    from mistralrs_sdk.constraints.constraint import Constraint
     from mistralrs_sdk.engine.metrics import EngineMetrics
     from mistralrs_sdk.engine.scheduler import SchedulerStats
     from mistralrs_sdk.errors import (
@@ -75,6 +84,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Architecture": "which",
     "BlockingModel": "blocking",
+    "CalledFunction": "chat.tools",
     "ChatCompletionChunkResponse": "chat.responses",
     "ChatCompletionRequest": "runner_requests",
     "ChatCompletionResponse": "chat.responses",
@@ -85,12 +95,14 @@ _HOME = {
     "CompletionRequest": "runner_requests",
     "CompletionResponse": "chat.responses",
     "ConfigError": "errors",
+    "Constraint": "constraints.constraint",
     "Delta": "chat.responses",
     "DrySamplingParams": "sampling_params",
     "EngineClosedError": "errors",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineMetrics": "engine.metrics",
+    "Function": "chat.tools",
     "GgufModelBuilder": "builder",
     "InferenceError": "errors",
     "IsqBits": "isq",
@@ -108,7 +120,8 @@ _HOME = {
     "PagedAttentionMetaBuilder": "builder",
     "PagedCacheType": "config",
     "QueueFullError": "errors",
-    "RequestBuilder": "chat.messages",
+    "ReasoningEffort": "chat.messages",
+    "RequestBuilder": "chat.requests",
     "RequestError": "errors",
     "ResponseLogprob": "chat.responses",
     "ResponseMessage": "chat.responses",
@@ -119,6 +132,9 @@ _HOME = {
     "TextMessageRole": "chat.messages",
     "TextMessages": "chat.messages",
     "TokenSource": "config",
+    "Tool": "chat.tools",
+    "ToolCallResponse": "chat.tools",
+    "ToolChoice": "chat.tools",
     "TopLogprob": "chat.responses",
     "Topology": "topology",
     "UnsupportedError": "errors",
@@ -129,6 +145,7 @@ _HOME = {
 __all__ = [
     "Architecture",
     "BlockingModel",
+    "CalledFunction",
     "ChatCompletionChunkResponse",
     "ChatCompletionRequest",
     "ChatCompletionResponse",
@@ -139,12 +156,14 @@ __all__ = [
     "CompletionRequest",
     "CompletionResponse",
     "ConfigError",
+    "Constraint",
     "Delta",
     "DrySamplingParams",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
     "EngineMetrics",
+    "Function",
     "GgufModelBuilder",
     "InferenceError",
     "IsqBits",
@@ -162,6 +181,7 @@ __all__ = [
     "PagedAttentionMetaBuilder",
     "PagedCacheType",
     "QueueFullError",
+    "ReasoningEffort",
     "RequestBuilder",
     "RequestError",
     "ResponseLogprob",
@@ -173,6 +193,9 @@ __all__ = [
     "TextMessageRole",
     "TextMessages",
     "TokenSource",
+    "Tool",
+    "ToolCallResponse",
+    "ToolChoice",
     "TopLogprob",
     "Topology",
     "UnsupportedError",

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from mistralrs_sdk.chat.requests import RequestLike
 from mistralrs_sdk.chat.responses import (
     ChatCompletionChunkResponse,
     ChatCompletionResponse,
@@ -16,7 +17,7 @@ from mistralrs_sdk.chat.responses import (
 from mistralrs_sdk.config import Progress
 from mistralrs_sdk.errors import EngineClosedError
 from mistralrs_sdk.isq import Isq
-from mistralrs_sdk.model import Model, RequestLike
+from mistralrs_sdk.model import Model
 from mistralrs_sdk.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import attrs
 
 from mistralrs_sdk.blocking import BlockingModel
 from mistralrs_sdk.builder import ModelBuilder, PagedAttentionMetaBuilder
-from mistralrs_sdk.chat.messages import as_request
+from mistralrs_sdk.chat.requests import as_request
 from mistralrs_sdk.chat.responses import (
     ChatCompletionChunkResponse,
     ChatCompletionResponse,
@@ -261,7 +261,7 @@ class Runner:
             )
 
     def _check_architecture(self, arch: Architecture) -> None:
-        found = self._model.inner()._info.architecture
+        found = self._model.inner().inner().info.architecture
         if found.lower() != f"{arch}forcausallm":
             self.close()
             raise ConfigError(

@@ -61,7 +61,7 @@ def compute(engine):
 
 async def main():
     async with await ModelBuilder(sys.argv[1]).with_force_cpu().build() as model:
-        after = await model._thread.call(compute)
+        after = await model.inner().thread.call(compute)
         engine = next(t for t in threading.enumerate() if t.name == "mistralrs-engine")
         print(json.dumps({
             "main": after.pop(threading.get_native_id()),

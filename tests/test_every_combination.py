@@ -63,7 +63,7 @@ async def test_the_same_tokens_under_the_chunk_limit(chunk, pool, prefix_cache):
         scheduler.config = attrs.evolve(scheduler.config, max_prefill_chunk_tokens=chunk)
 
     async with await builder.build() as model:
-        await model._thread.call(limit_chunks)
+        await model.inner().thread.call(limit_chunks)
         for _ in range(2):
             results = await asyncio.gather(*(continue_ids(model, ids, COUNT) for ids in PROMPTS))
             assert results == oracle

@@ -70,7 +70,7 @@ async def test_a_token_takes_half_and_plan_and_build_say_so(monkeypatch):
     plans = [await half.plan(), await half.with_dtype("f32").plan()]
     async with await half.build() as model:
         rows = shown(model.describe(), "KV per token"), shown(model.describe(), "KV cache")
-        caches = await model._thread.call(lambda engine: engine.runner.backend._layers)
+        caches = await model.inner().thread.call(lambda engine: engine.runner.backend._layers)
     monkeypatch.setenv(KV_SWITCH, "1")
     plans.append(await half.plan())
 

@@ -145,7 +145,7 @@ async def test_a_tied_head_is_the_quantised_embedding(name):
     assert torch.equal(rows, dense_weights(model)["model.embed_tokens"])
     torch.testing.assert_close(rows, table, atol=float(table.abs().max()) / 127, rtol=0)
     async with await packed_builder(name).with_auto_isq(8).build() as built:
-        assert built._info.weights == "Q8_0 x29"
+        assert built.inner().info.weights == "Q8_0 x29"
 
 
 @needs_native
@@ -168,8 +168,8 @@ async def test_a_gguf_file_is_quantised_anew(tmp_path):
     path = gguf_of(tmp_path / "a.gguf", "Q8_0", "Q4_0", vocab=48)
     builder = ModelBuilder(path).with_force_cpu().with_num_threads(1)
     async with await builder.with_isq("q4_0").build() as model:
-        numbers = await model._thread.call(lambda e: dense_weights(e.runner.model))
-        info, text = model._info, await continue_ids(model, IDS, 8)
+        numbers = await model.inner().thread.call(lambda e: dense_weights(e.runner.model))
+        info, text = model.inner().info, await continue_ids(model, IDS, 8)
 
     stored = open_path(path).tensors["model.layers.0.self_attn.k_proj.weight"]
     assert stored.blocks is not None
@@ -209,8 +209,8 @@ async def test_plan_memory_and_description_agree(tmp_path, bits):
     builder = builder.with_num_threads(1).with_auto_isq(bits)
     plan = await builder.plan()
     async with await builder.build() as model:
-        taken = await model._thread.call(lambda e: packed_bytes_of(e.runner.model))
-        info, shown = model._info, model.describe()
+        taken = await model.inner().thread.call(lambda e: packed_bytes_of(e.runner.model))
+        info, shown = model.inner().info, model.describe()
 
     kinds = {2: "Q2_K x14, Q6_K x2", 4: "Q4_K x14, Q6_K x2", 8: "Q8_0 x16"}[bits]
     assert plan.weights == info.weights == kinds
@@ -227,7 +227,7 @@ async def test_progress_counts_the_bytes_of_the_result():
     builder = packed_builder().with_isq("q4_0").with_progress(lambda *step: seen.append(step))
     async with await builder.build() as model:
         await asyncio.sleep(0)
-        total = model._info.weight_bytes
+        total = model.inner().info.weight_bytes
 
     assert seen[0] == ("loading " + seen[0][0].split()[1], 0, total)
     assert seen[-1][1:] == (total, total)
@@ -290,7 +290,7 @@ async def test_a_topology_quantises_the_layers_it_names():
     four, eight = LayerTopology(isq="q4_0"), LayerTopology(isq=8)
     topology = Topology().with_range(range(1, 3), four).with_pattern(r"v_proj$", eight)
     async with await packed_builder().with_topology(topology).build() as model:
-        assert model._info.weights == "F16 x14, Q4_0 x12, Q8_0 x4"
+        assert model.inner().info.weights == "F16 x14, Q4_0 x12, Q8_0 x4"
         mixed = await continue_ids(model, PROMPTS[1], COUNT)
         assert (
             await asyncio.gather(*(continue_ids(model, PROMPTS[1], COUNT) for _ in range(3)))

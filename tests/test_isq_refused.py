@@ -89,7 +89,7 @@ async def test_a_builder_uses_its_importance_matrix(tmp_path):
     builder = ModelBuilder(path).with_force_cpu().with_num_threads(1).with_isq("q4k")
     for each in (builder, builder.with_imatrix(importance_file(tmp_path / "i.gguf"))):
         async with await each.build() as model:
-            found.append(await model._thread.call(lambda e: dense_weights(e.runner.model)))
+            found.append(await model.inner().thread.call(lambda e: dense_weights(e.runner.model)))
 
     same = [name for name in found[0] if torch.equal(found[0][name], found[1][name])]
     assert same == ["model.embed_tokens", "lm_head"]
@@ -163,7 +163,7 @@ async def test_a_half_precision_model_is_not_quantised(dtype):
         with pytest.raises(UnsupportedError, match=rf"isq: .*dtype is {dtype}.*f32"):
             await verb()
     async with await builder.with_dtype("f32").build() as model:
-        assert model._info.weights == "Q8_0 x30"
+        assert model.inner().info.weights == "Q8_0 x30"
         assert len(await continue_ids(model, prompt(9), 3)) == 3
 
 
@@ -190,6 +190,6 @@ async def test_a_part_that_nobody_asked_for_may_be_beyond_float16(tmp_path, capl
     builder = ModelBuilder(folder).with_force_cpu().with_num_threads(1)
     topology = Topology().with_pattern("0.mlp.up_proj", LayerTopology(isq="hqq8"))
     async with await builder.with_topology(topology).build() as model:
-        assert model._info.weights.endswith("f32 x2")
+        assert model.inner().info.weights.endswith("f32 x2")
         assert len(await continue_ids(model, prompt(9), 3)) == 3
     assert "gate_proj.weight + model.layers.0.mlp.up_proj.weight has values" in caplog.text

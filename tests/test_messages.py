@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 
-from mistralrs_sdk.chat.messages import (
-    RequestBuilder,
-    TextMessageRole,
-    TextMessages,
-    as_request,
-)
+from mistralrs_sdk.chat.messages import TextMessageRole, TextMessages
+from mistralrs_sdk.chat.requests import RequestBuilder, as_request
 from mistralrs_sdk.errors import RequestError
 from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams, StopTokens
 

@@ -139,7 +139,7 @@ async def test_a_cancelled_waiting_request_frees_its_place():
 
 async def test_one_failing_step_ends_its_requests_and_no_others(model, monkeypatch):
     """Who was in the step gets InferenceError with the partial answer; later requests run."""
-    engine = await model._thread.call(lambda engine: engine)
+    engine = await model.inner().thread.call(lambda engine: engine)
     run, steps = engine.runner.run, 0
 
     def broken(scheduled):
@@ -161,7 +161,7 @@ async def test_one_failing_step_ends_its_requests_and_no_others(model, monkeypat
 async def test_an_engine_that_keeps_failing_dies_with_its_cause(monkeypatch):
     """Every pending and later request gets EngineDeadError within a second; aclose still works."""
     async with await tiny_builder().with_max_num_seqs(1).build() as model:
-        engine = await model._thread.call(lambda engine: engine)
+        engine = await model.inner().thread.call(lambda engine: engine)
 
         def broken(self, scheduled):
             raise MemoryError("injected")
@@ -315,7 +315,7 @@ async def test_a_dtype_is_obeyed():
     for dtype, size in (("bf16", 2), ("f16", 2), ("f32", 4)):
         builder = ModelBuilder(folder).with_force_cpu().with_num_threads(1).with_dtype(dtype)
         async with await builder.build() as model:
-            assert model._info.weight_bytes == size * model._info.num_parameters
+            assert model.inner().info.weight_bytes == size * model.inner().info.num_parameters
             assert (
                 await model.send_completion_request(IDS, greedy(3))
             ).usage.completion_tokens == 3
@@ -338,7 +338,7 @@ async def test_a_chunk_limit_on_a_cpu_warns_that_it_has_no_effect(caplog):
 async def test_an_answer_that_ends_in_an_error_keeps_all_that_came_before(monkeypatch):
     """Tokens that were computed but not read yet are in partial_response too."""
     async with await tiny_builder().build() as model:
-        engine = await model._thread.call(lambda engine: engine)
+        engine = await model.inner().thread.call(lambda engine: engine)
         run, steps = engine.runner.run, []
 
         def broken(self, scheduled):
@@ -368,8 +368,8 @@ async def test_collecting_after_aclose_says_canceled():
 async def test_nothing_of_the_checkpoint_stays_open_after_loading():
     """The files' tensors are let go once the weights are read."""
     async with await tiny_builder().build() as model:
-        assert model._checkpoint.tensors == {}
-        assert model._thread._make_engine is None
+        assert model.inner()._checkpoint.tensors == {}
+        assert model.inner().thread._make_engine is None
 
 
 async def test_a_dead_engine_lets_the_model_go(monkeypatch):
@@ -377,7 +377,7 @@ async def test_a_dead_engine_lets_the_model_go(monkeypatch):
     # pytest keeps the tracebacks that are logged
     monkeypatch.setattr(logging.getLogger("mistralrs_sdk.engine"), "disabled", True)
     model = await tiny_builder().with_max_num_seqs(1).build()
-    runner = weakref.ref((await model._thread.call(lambda engine: engine)).runner)
+    runner = weakref.ref((await model.inner().thread.call(lambda engine: engine)).runner)
 
     def broken(self, scheduled):
         raise MemoryError("injected")

@@ -189,7 +189,7 @@ async def test_cutting_the_start_off_keeps_the_bos():
     async with await tiny_builder().with_chat_template(template).build() as model:
         request = endless("x" * 2000).set_sampler_max_len(8)
         _, ids = model.render_chat(request)
-        kept = model._encoder.keep_end(ids, 100)
+        kept = model.inner()._encoder.keep_end(ids, 100)
         assert (len(kept), kept[0], kept[1:]) == (100, ids[0], ids[-99:])
         response = await model.send_chat_request(request.with_truncate_sequence(True))
         assert response.usage.prompt_tokens == model.max_sequence_length() - 8

@@ -104,8 +104,8 @@ async def test_a_model_takes_what_was_planned_and_says_so(tmp_path, kinds):
     builder = builder.with_force_cpu().with_num_threads(1)
     plan = await builder.plan()
     async with await builder.build() as model:
-        taken = await model._thread.call(lambda e: packed_bytes_of(e.runner.model))
-        info, shown = model._info, model.describe()
+        taken = await model.inner().thread.call(lambda e: packed_bytes_of(e.runner.model))
+        info, shown = model.inner().info, model.describe()
 
     assert taken == plan.weight_bytes == info.weight_bytes
     assert info.weights == plan.weights
@@ -206,8 +206,8 @@ async def test_a_model_says_which_weights_did_not_fit_float16(tmp_path):
     builder = ModelBuilder(folder).with_force_cpu().with_num_threads(1)
     plan = await builder.plan()
     async with await builder.build() as model:
-        taken = await model._thread.call(lambda e: packed_bytes_of(e.runner.model))
-        info, ours = model._info, await continue_ids(model, prompt(9), 8)
+        taken = await model.inner().thread.call(lambda e: packed_bytes_of(e.runner.model))
+        info, ours = model.inner().info, await continue_ids(model, prompt(9), 8)
     async with await builder.with_dtype("f32").build() as model:
         theirs = await continue_ids(model, prompt(9), 8)
 
@@ -243,7 +243,7 @@ async def test_without_native_kernels_a_model_is_kept_in_float16(monkeypatch):
     builder = ModelBuilder(tiny_folder()).with_force_cpu().with_num_threads(1)
     plan = await builder.plan()
     async with await builder.build() as model:
-        info, text = model._info, await continue_ids(model, prompt(9), 12)
+        info, text = model.inner().info, await continue_ids(model, prompt(9), 12)
 
     rounded = load_model(open_path(tiny_folder()), dtype=torch.float32, device=CPU)
     for name, module in rounded.named_modules():

@@ -75,7 +75,7 @@ async def weights_of(model: Model) -> dict[str, Tensor]:
             if isinstance(module, (Linear, Embedding))
         }
 
-    return await model._thread.call(read)
+    return await model.inner().thread.call(read)
 
 
 async def assert_like(model: Model, other: ModelBuilder) -> None:
@@ -85,8 +85,8 @@ async def assert_like(model: Model, other: ModelBuilder) -> None:
         assert ours.keys() == theirs.keys()
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
         assert model.config() == built.config()
-        assert model._info.weights == built._info.weights
-        assert model._info.weight_bytes == built._info.weight_bytes
+        assert model.inner().info.weights == built.inner().info.weights
+        assert model.inner().info.weight_bytes == built.inner().info.weight_bytes
         assert await continue_ids(model, IDS, 12) == await continue_ids(built, IDS, 12)
 
 
@@ -167,7 +167,7 @@ async def test_an_importance_matrix_is_used_again_where_the_type_uses_one(tmp_pa
 async def test_one_old_weight_at_most_is_held_besides_the_new_ones(monkeypatch):
     """Each is gone before the next one but one is read."""
     async with await builder().build() as model:
-        engine = await model._thread.call(lambda engine: engine)
+        engine = await model.inner().thread.call(lambda engine: engine)
         old = {
             f"{name}.weight": weakref.ref(module)
             for name, module in engine.runner.model.named_modules()
@@ -194,9 +194,9 @@ async def test_memory_of_the_old_weights_goes_back_to_the_system(tmp_path, monke
         monkeypatch.setattr(checkpoint_files, size, 1152)
     folder = checkpoint_files.write_folder(tmp_path)
     async with await builder(folder).build() as model:
-        size, resident = model._info.weight_bytes, resident_bytes()
+        size, resident = model.inner().info.weight_bytes, resident_bytes()
         await model.re_isq_model(Q4)
-        shrunk = size - model._info.weight_bytes
+        shrunk = size - model.inner().info.weight_bytes
         assert shrunk > 2**24
         assert resident - resident_bytes() > 0.6 * shrunk
 
@@ -253,7 +253,7 @@ async def test_streams_go_on_with_the_new_weights(cache, monkeypatch):
 async def stop_at_step(model: Model, number: int) -> asyncio.Event:
     """Set when the engine is in that step, which it leaves when it has been sent something."""
     loop, reached, steps = asyncio.get_running_loop(), asyncio.Event(), 0
-    engine = await model._thread.call(lambda engine: engine)
+    engine = await model.inner().thread.call(lambda engine: engine)
     run = engine._run
 
     def watched(scheduled):
@@ -261,7 +261,7 @@ async def stop_at_step(model: Model, number: int) -> asyncio.Event:
         steps += 1
         if steps == number:
             loop.call_soon_threadsafe(reached.set)
-            while model._thread._inbox.empty():
+            while model.inner().thread._inbox.empty():
                 time.sleep(0.001)
         return run(scheduled)
 
@@ -271,7 +271,7 @@ async def stop_at_step(model: Model, number: int) -> asyncio.Event:
 
 async def _note_progress(model: Model, monkeypatch) -> dict[tuple[int, ...], int]:
     """How many tokens each prompt had got when the first weight was replaced."""
-    engine = await model._thread.call(lambda engine: engine)
+    engine = await model.inner().thread.call(lambda engine: engine)
     kept: dict[tuple[int, ...], int] = {}
     fill = requantise.fill
 
@@ -367,7 +367,7 @@ async def test_progress_counts_the_bytes_of_what_is_requantised():
         done = [count for _, count, _ in seen]
         assert done == sorted(done)
         assert (done[0], done[-1]) == (0, seen[0][2])
-        assert 0 < seen[0][2] < model._info.weight_bytes
+        assert 0 < seen[0][2] < model.inner().info.weight_bytes
 
 
 async def test_no_bar_is_drawn_by_default(capfd):

@@ -59,7 +59,7 @@ async def test_without_native_kernels_it_is_refused(monkeypatch):
 async def test_on_another_device_it_is_refused():
     """Nothing there computes with quantised weights."""
     async with await builder().build() as model:
-        engine = await model._thread.call(lambda engine: engine)
+        engine = await model.inner().thread.call(lambda engine: engine)
         engine.runner.device = torch.device("cuda", 0)
         await assert_refused(model, Q8, UnsupportedError, "cuda:0.*with_force_cpu")
         engine.runner.device = torch.device("cpu")
@@ -85,9 +85,9 @@ async def test_what_does_not_fit_is_refused(old, new, monkeypatch):
         assert "the model is unchanged" in message
 
         monkeypatch.setattr(requantise, "free_memory", lambda device: max(growth, 0) + largest)
-        size = model._info.weight_bytes
+        size = model.inner().info.weight_bytes
         await model.re_isq_model(new)
-        assert model._info.weight_bytes - size == growth
+        assert model.inner().info.weight_bytes - size == growth
 
 
 async def test_progress_must_be_a_switch_or_a_function():
@@ -173,7 +173,7 @@ async def test_a_failure_in_the_middle_leaves_each_weight_old_or_new(error, caus
         assert sorted(changed) == sorted(read)
         assert model.config().isq is Q4
         assert f"re_isq_model(q8_0) stopped after 3 of {total} weights" in model.describe()
-        assert re.fullmatch(r"Q[48]_0 x\d+, Q[48]_0 x\d+", model._info.weights)
+        assert re.fullmatch(r"Q[48]_0 x\d+, Q[48]_0 x\d+", model.inner().info.weights)
         assert len(await continue_ids(model, IDS, 12)) == 12
 
 
@@ -244,7 +244,7 @@ async def test_closing_stops_it_before_the_next_weight(monkeypatch):
     queued = asyncio.create_task(model.re_isq_model(Q4))
     await started.wait()
     closing = asyncio.create_task(model.aclose())
-    while not model._thread.stopping:
+    while not model.inner().thread.stopping:
         await asyncio.sleep(0)
     gate.set()
     await closing

@@ -85,7 +85,7 @@ async def record_steps(model) -> list[dict[int, int]]:
         engine.runner = Recorder(engine.runner)
         return engine.runner.steps
 
-    return await model._thread.call(install)
+    return await model.inner().thread.call(install)
 
 
 async def read(model, request) -> tuple[str, list[int], list[float]]:

@@ -37,7 +37,7 @@ async def assert_nothing_left(model: Model) -> None:
         engine.scheduler.check()
         return engine.scheduler._caches.num_bytes
 
-    assert await model._thread.call(left) == 0
+    assert await model.inner().thread.call(left) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -175,7 +175,7 @@ async def test_describe_names_the_dense_cache():
         assert "DenseSdpaBackend" in text
         assert text.count("no effect without paging") == 3
         assert model.config().paged_attn is None
-        assert model._info.num_blocks == 0
+        assert model.inner().info.num_blocks == 0
 
 
 async def test_a_setting_without_effect_is_said_so(caplog):

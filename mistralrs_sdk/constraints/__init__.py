@@ -1,0 +1,1 @@
+"""What an answer must match, and how its tokens are held to that."""
