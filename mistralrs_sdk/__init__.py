@@ -13,11 +13,8 @@ from mistralrs_sdk._version import __version__
 
 if TYPE_CHECKING:
     from mistralrs_sdk.blocking import BlockingModel
-    from mistralrs_sdk.builder import (
-        GgufModelBuilder,
-        ModelBuilder,
-        PagedAttentionMetaBuilder,
-    )
+    from mistralrs_sdk.builder import ModelBuilder
+    from mistralrs_sdk.builders import GgufModelBuilder, PagedAttentionMetaBuilder
     from mistralrs_sdk.chat.messages import (
         ReasoningEffort,
         TextMessageRole,
@@ -103,7 +100,7 @@ _HOME = {
     "EngineDeadError": "errors",
     "EngineMetrics": "engine.metrics",
     "Function": "chat.tools",
-    "GgufModelBuilder": "builder",
+    "GgufModelBuilder": "builders",
     "InferenceError": "errors",
     "IsqBits": "isq",
     "IsqType": "isq",
@@ -117,7 +114,7 @@ _HOME = {
     "ModelDType": "config",
     "ModelLoadError": "errors",
     "PagedAttentionConfig": "config",
-    "PagedAttentionMetaBuilder": "builder",
+    "PagedAttentionMetaBuilder": "builders",
     "PagedCacheType": "config",
     "QueueFullError": "errors",
     "ReasoningEffort": "chat.messages",

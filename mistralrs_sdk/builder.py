@@ -1,10 +1,9 @@
-"""Builders: describe a model step by step, then `await build()` it."""
+"""`ModelBuilder`: describe a model step by step, then `await build()` it."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
@@ -13,32 +12,24 @@ import attrs
 
 from mistralrs_sdk.config import (
     EngineConfig,
-    MemoryGpuConfig,
     ModelDType,
     ModelSource,
     PagedAttentionConfig,
-    PagedCacheType,
     Progress,
     TokenSource,
 )
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
 from mistralrs_sdk.isq import IsqBits, IsqType
+from mistralrs_sdk.logs import configure_logging
 from mistralrs_sdk.topology import Topology
 
 if TYPE_CHECKING:
     from mistralrs_sdk.model import Model
     from mistralrs_sdk.plan import MemoryPlan
 
-_PathLike = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 _WITHOUT_ARGUMENT = ("with_force_cpu", "with_no_kv_cache", "with_throughput_logging")
 _NONE_IS_A_VALUE = ("with_max_queue", "with_paged_attn", "with_prefix_cache_n")
-_LEVELS = {
-    "trace": logging.DEBUG,
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warn": logging.WARNING,
-    "error": logging.ERROR,
-}
 
 
 @attrs.frozen(init=False, repr=False)
@@ -64,8 +55,8 @@ class ModelBuilder:
     force_cpu: bool
     logs_to_stderr: bool
 
-    def __init__(self, model_id: _PathLike) -> None:
-        self._start(ModelSource(model_id=_model_id(model_id)))
+    def __init__(self, model_id: PathLike) -> None:
+        self._start(ModelSource(model_id=model_id_text(model_id)))
 
     async def build(self) -> Model:
         """Load the model and start its engine.
@@ -218,11 +209,11 @@ class ModelBuilder:
         """Quantise some layers to types of their own; these win over `with_isq`."""
         return self._configure("with_topology", topology=topology)
 
-    def with_topology_from_path(self, path: _PathLike) -> Self:
+    def with_topology_from_path(self, path: PathLike) -> Self:
         """The same from a YAML file, which is read now (see `Topology.from_str`)."""
         return self.with_topology(Topology.from_path(path))
 
-    def with_imatrix(self, path: _PathLike) -> Self:
+    def with_imatrix(self, path: PathLike) -> Self:
         """Weigh the errors of quantising to q2k to q6k by this importance matrix.
 
         Say first what is quantised. The file is read by `build()`.
@@ -236,7 +227,7 @@ class ModelBuilder:
             "with_isq, or with_topology with a /regex/ for some modules"
         )
 
-    def with_calibration_file(self, path: _PathLike) -> Self:
+    def with_calibration_file(self, path: PathLike) -> Self:
         """Not done: `UnsupportedError`. `with_imatrix` takes a matrix that was collected before."""
         raise UnsupportedError(
             f"with_calibration_file({path!r}) is not supported: collect an importance "
@@ -245,18 +236,18 @@ class ModelBuilder:
 
     # Where the files come from
 
-    def with_chat_template(self, template: _PathLike) -> Self:
+    def with_chat_template(self, template: PathLike) -> Self:
         """Use this chat template: Jinja text, or the path of a .jinja or .json file.
 
         It replaces the model's own. `with_jinja_explicit` wins over it, as in mistral.rs.
         """
         return self._locate("with_chat_template", chat_template=template)
 
-    def with_jinja_explicit(self, path: _PathLike) -> Self:
+    def with_jinja_explicit(self, path: PathLike) -> Self:
         """Use the chat template in this Jinja file, whatever else says."""
         return self._locate("with_jinja_explicit", jinja_explicit=path)
 
-    def with_tokenizer_json(self, path: _PathLike) -> Self:
+    def with_tokenizer_json(self, path: PathLike) -> Self:
         """Use this tokenizer.json instead of the model's tokenizer."""
         return self._locate("with_tokenizer_json", tokenizer_json=path)
 
@@ -273,7 +264,7 @@ class ModelBuilder:
         """Take this branch, tag or commit of the hub repository. Default: its main branch."""
         return self._locate("with_hf_revision", revision=revision)
 
-    def from_hf_cache_path(self, path: _PathLike) -> Self:
+    def from_hf_cache_path(self, path: PathLike) -> Self:
         """Keep downloads in this folder. Default: huggingface_hub's own."""
         return self._locate("from_hf_cache_path", cache_path=path)
 
@@ -347,83 +338,13 @@ class ModelBuilder:
         return copy
 
     def _configure(self, method: str, **setting: Any) -> Self:
-        return self._replace(config=_evolve(self.config, method, setting))
+        return self._replace(config=evolve_for(self.config, method, setting))
 
     def _locate(self, method: str, **setting: Any) -> Self:
-        return self._replace(source=_evolve(self.source, method, setting))
+        return self._replace(source=evolve_for(self.source, method, setting))
 
 
-@attrs.frozen(init=False, repr=False)
-class GgufModelBuilder(ModelBuilder):
-    """A `ModelBuilder` for named GGUF files of a folder or hub repository.
-
-    `GgufModelBuilder("folder", ["model.Q4_K_M.gguf"])`; of a split model the first file is enough.
-    """
-
-    def __init__(self, model_id: _PathLike, files: Iterable[_PathLike]) -> None:
-        source = ModelSource(model_id=_model_id(model_id), files=files)
-        wrong = [file for file in source.files if not file.lower().endswith(".gguf")]
-        if wrong or not source.files:
-            shown = repr(wrong[0]) if wrong else "an empty list"
-            raise ConfigError(
-                f"GgufModelBuilder files: {shown} given; name at least one file, "
-                "and each must end in .gguf"
-            )
-        self._start(source)
-
-    def _head(self) -> str:
-        return f"{type(self).__name__}({self.source.model_id!r}, {list(self.source.files)!r})"
-
-
-@attrs.frozen
-class PagedAttentionMetaBuilder:
-    """Describes the KV block pool: `PagedAttentionMetaBuilder().with_block_size(16).build()`.
-
-    Without `with_gpu_memory` the pool is sized automatically. mistral.rs takes ContextSize(4096)
-    there: 4096 tokens for all sequences together, so that a few concurrent requests preempt each
-    other all the time. Ask for it if you want it.
-    """
-
-    config: PagedAttentionConfig = attrs.field(factory=PagedAttentionConfig)
-
-    def with_block_size(self, block_size: int) -> Self:
-        """Tokens per block: 8, 16 or 32. Default 32."""
-        return self._set("with_block_size", block_size=block_size)
-
-    def with_gpu_memory(self, memory: MemoryGpuConfig) -> Self:
-        """Size the pool in MiB, as a fraction of memory, or in tokens. Default: automatically."""
-        return self._set("with_gpu_memory", gpu_memory=memory)
-
-    def with_paged_cache_type(self, cache_type: PagedCacheType | str) -> Self:
-        """Number type of keys and values: a `PagedCacheType`, "auto" or "f8e4m3". Default AUTO."""
-        return self._set("with_paged_cache_type", cache_type=cache_type)
-
-    def build(self) -> PagedAttentionConfig:
-        """The value for `ModelBuilder.with_paged_attn`."""
-        return self.config
-
-    def _set(self, method: str, **setting: Any) -> Self:
-        return attrs.evolve(self, config=_evolve(self.config, method, setting))
-
-
-def configure_logging() -> None:
-    """Send the "mistralrs_sdk" log to standard error, once; RUST_LOG sets its level."""
-    logger = logging.getLogger("mistralrs_sdk")
-    wanted = os.environ.get("RUST_LOG", "").strip() or "info"
-    logger.setLevel(_LEVELS.get(wanted.lower(), logging.INFO))
-    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
-        handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logger.addHandler(handler)
-    if wanted.lower() not in _LEVELS:
-        logger.warning("RUST_LOG (%r) is not one of %s; using info", wanted, ", ".join(_LEVELS))
-
-
-class _StderrHandler(logging.StreamHandler):
-    """The handler that `configure_logging` adds; a class of its own so that it is added once."""
-
-
-def _model_id(model_id: Any) -> str:
+def model_id_text(model_id: Any) -> str:
     if not isinstance(model_id, str | os.PathLike) or not str(model_id).strip():
         raise ConfigError(
             f"model_id ({model_id!r}) must be a Hugging Face id, a folder or a .gguf file"
@@ -431,7 +352,7 @@ def _model_id(model_id: Any) -> str:
     return os.fspath(model_id)
 
 
-def _evolve(settings: Any, method: str, setting: dict[str, Any]) -> Any:
+def evolve_for(settings: Any, method: str, setting: dict[str, Any]) -> Any:
     """A copy of `settings` with one changed; an error names the method that asked for it."""
     (value,) = setting.values()
     if value is None and method not in _NONE_IS_A_VALUE:

@@ -9,7 +9,8 @@ from typing import Any, Self
 import attrs
 
 from mistralrs_sdk.blocking import BlockingModel
-from mistralrs_sdk.builder import ModelBuilder, PagedAttentionMetaBuilder
+from mistralrs_sdk.builder import ModelBuilder
+from mistralrs_sdk.builders import PagedAttentionMetaBuilder
 from mistralrs_sdk.chat.requests import as_request
 from mistralrs_sdk.chat.responses import (
     ChatCompletionChunkResponse,

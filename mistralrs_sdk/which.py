@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 
-from mistralrs_sdk.builder import GgufModelBuilder, ModelBuilder
+from mistralrs_sdk.builder import ModelBuilder
+from mistralrs_sdk.builders import GgufModelBuilder
 from mistralrs_sdk.config import ModelDType
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
 from mistralrs_sdk.topology import Topology
