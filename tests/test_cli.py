@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import os
 import signal
 import sys
 import types
@@ -249,6 +250,19 @@ def test_one_answer_goes_to_stdout_and_its_speed_to_stderr(fake, capsys):
     assert err == "prompt: 37 tokens, 740.0 tokens/s; decode: 2 tokens, 41.2 tokens/s\n"
     assert contents(fake.requests[0]) == [("user", "Capital?")]
     assert fake.closed
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "20000"), ("5", "5")])
+def test_waiting_threads_give_way_unless_told_otherwise(before, after, fake, monkeypatch):
+    """A command sets how long OpenMP's threads spin, before torch is imported to read it."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that what a command sets is undone
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    if before is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", before)
+
+    main(["run", "-m", "x", "-i", "Capital?"])
+
+    assert os.environ["GOMP_SPINCOUNT"] == after
 
 
 def test_quiet_prints_the_answer_alone(fake, capsys):

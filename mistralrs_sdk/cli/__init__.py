@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run.add_parser(commands)
     args = parser.parse_args(argv)
+    # read when torch is imported, which no command has done yet: threads that wait for each other
+    # then soon give way to whoever else computes on this machine (docs/performance.md)
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         return args.command(args)
     except MistralRsError as error:
