@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mistralrs_sdk.errors import UnsupportedError
+from mistralrs_sdk.kernels import memory
 
 COLUMNS = 16
 """Output columns that are interleaved in a packed weight."""
@@ -192,7 +193,8 @@ def pack(raw: Tensor, ggml_type: str, shape: Sequence[int]) -> PackedWeight:
         padding = stored.new_zeros(groups * COLUMNS - n, blocks, kind.stored_bytes)
         stored = torch.cat([stored, padding])
     stored = stored.view(groups, COLUMNS, blocks, kind.stored_bytes)
-    data = raw.new_empty(groups, blocks, COLUMNS * kind.packed_bytes)
+    size = (groups, blocks, COLUMNS * kind.packed_bytes)
+    data = memory.reserve(math.prod(size)).view(size) if raw.is_cpu else raw.new_empty(size)
     parts = []
     for plane in kind.planes:
         end = plane.stored_at + kind.block_values * plane.bits // 8

@@ -210,10 +210,10 @@ def _tape(
 ) -> Tape:
     """The tape of the calls; `buffer` is the number of the one that holds the result."""
     library = native.library()
-    parts: list[bytes] = []
+    parts = [struct.pack("q", torch.get_num_threads())]
+    size = 1  # in words
     places: list[tuple[int, int, int]] = []  # word on the tape, buffer, offset in it
     uses: dict[int, list[int]] = {}
-    size = 0
     for number, (name, words, status) in enumerate(calls):
         kernel = native.kernel(library, name)
         parts += (_HEAD.pack(kernel.address, status, len(kernel.types)), words)

@@ -5,8 +5,6 @@
 // sequence, the spans are merged in order, and a row's own arithmetic is the same however many rows
 // share a call. So a row is bit-equal alone, in a batch and in any chunking.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -14,6 +12,7 @@
 #include "attention_keys.h"
 #include "attention_rows.h"
 #include "cache.h"
+#include "team.h"
 #include "vector.h"
 #include "words.h"
 
@@ -268,26 +267,17 @@ void run(const Call<T>& call, int sequences, const int32_t* query_start, const i
   cut(call.shape, sequences, query_start, seq_lens, plan.tiles);
   threads = share_out(call.shape, threads, plan);
   float* partials = plan.memory ? buffer.take(plan.memory) : nullptr;
-  const auto work = [&](size_t i) {
-    const Work& next = plan.works[std::min(i + threads, plan.works.size() - 1)];
+  const auto work = [&](int64_t i) {
+    const Work& next = plan.works[std::min<size_t>(i + threads, plan.works.size() - 1)];
     const Tile& tile = plan.tiles[plan.works[i].tile];
     attend(call, tile, plan.works[i], tile.partial < 0 ? nullptr : partials + tile.partial,
            plan.tiles[next.tile], next.first_span);
   };
-  if (threads == 1) {
-    for (size_t i = 0; i < plan.works.size(); i++) work(i);
-    return;
-  }
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < plan.works.size(); i++) work(i);
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < plan.split.size(); i++) {
-      const Tile& tile = plan.tiles[plan.split[i]];
-      merge_partials(call, tile, partials + tile.partial);
-    }
-  }
+  team::take_turns(threads, int64_t(plan.works.size()), work);
+  team::take_turns(threads, int64_t(plan.split.size()), [&](int64_t i) {
+    const Tile& tile = plan.tiles[plan.split[i]];
+    merge_partials(call, tile, partials + tile.partial);
+  });
 }
 
 template <class T>

@@ -2,13 +2,12 @@
 //
 // A row is worked on by one thread in one fixed order, so it does not depend on its neighbours.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "cache.h"
+#include "team.h"
 #include "vector.h"
 #include "words.h"
 
@@ -69,8 +68,7 @@ extern "C" void mistralrs_rms_norm(const float* x, int64_t x_stride, float* resi
                                    int threads) {
   const int64_t rows = tokens * heads;
   threads = share(threads, rows, rows * size);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows; r++) {
+  team::share(threads, rows, [&](int64_t r) {
     const int64_t t = r / heads, h = r % heads;
     const float* from = x + t * x_stride + h * size;
     float* sum = residual ? residual + t * residual_stride + h * size : nullptr;
@@ -91,7 +89,7 @@ extern "C" void mistralrs_rms_norm(const float* x, int64_t x_stride, float* resi
       const Floats w = vec::load_some(weight + i, size - i) + vec::splat(offset);
       vec::store_some(to + i, vec::load_some(from + i, size - i) * scale * w, size - i);
     }
-  }
+  });
 }
 CALLABLE(mistralrs_rms_norm)
 
@@ -101,8 +99,7 @@ extern "C" void mistralrs_rope_table(const int64_t* positions, const float* freq
                                      float magnitude, float* cos, float* sin, int64_t tokens,
                                      int pairs, int threads) {
   threads = share(threads, tokens, tokens * pairs * 16);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < tokens; t++) {
+  team::share(threads, tokens, [&](int64_t t) {
     float *cosines = cos + t * 2 * pairs, *sines = sin + t * 2 * pairs;
     for (int i = 0; i < pairs; i++) {
       const float angle = float(positions[t]) * frequencies[i];
@@ -111,7 +108,7 @@ extern "C" void mistralrs_rope_table(const int64_t* positions, const float* freq
       sines[i] = -s;
       sines[pairs + i] = s;
     }
-  }
+  });
 }
 CALLABLE(mistralrs_rope_table)
 
@@ -126,8 +123,7 @@ extern "C" int64_t mistralrs_rotate_and_store(
   if (wrong >= 0) return wrong;
   const cache::Layout layout{block_size, kv_heads, dim};
   threads = share(threads, tokens, tokens * (heads + 2 * kv_heads) * dim);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < tokens; t++) {
+  team::share(threads, tokens, [&](int64_t t) {
     float *queries = q + t * q_stride, *keys = k + t * k_stride;
     for (int h = 0; h < heads; h++) rotate(queries + h * dim, cos + t * dim, sin + t * dim, dim);
     for (int h = 0; h < kv_heads; h++) rotate(keys + h * dim, cos + t * dim, sin + t * dim, dim);
@@ -136,7 +132,7 @@ extern "C" int64_t mistralrs_rotate_and_store(
       cache::put_token(layout, slots[t], keys, values, (Half*)k_cache, (Half*)v_cache);
     else
       cache::put_token(layout, slots[t], keys, values, (float*)k_cache, (float*)v_cache);
-  }
+  });
   return -1;
 }
 CALLABLE(mistralrs_rotate_and_store)
@@ -145,14 +141,13 @@ CALLABLE(mistralrs_rotate_and_store)
 extern "C" void mistralrs_gated(const float* x, int64_t x_stride, float* out, int64_t tokens,
                                 int size, int act, int threads) {
   threads = share(threads, tokens, tokens * size * (act == GELU ? 16 : 4));
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t t = 0; t < tokens; t++) {
+  team::share(threads, tokens, [&](int64_t t) {
     const float *gates = x + t * x_stride, *ups = gates + size;
     for (int i = 0; i < size; i += WIDTH) {
       const Floats y = activate(act, vec::load_some(gates + i, size - i));
       vec::store_some(out + t * size + i, y * vec::load_some(ups + i, size - i), size - i);
     }
-  }
+  });
 }
 CALLABLE(mistralrs_gated)
 
@@ -160,13 +155,13 @@ CALLABLE(mistralrs_gated)
 extern "C" void mistralrs_softcap(float* x, int64_t count, float cap, int threads) {
   const int64_t pieces = (count + PIECE - 1) / PIECE;
   threads = share(threads, pieces, count * 4);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t p = 0; p < pieces; p++)
+  team::share(threads, pieces, [&](int64_t p) {
     for (int64_t i = p * PIECE; i < std::min((p + 1) * PIECE, count); i += WIDTH) {
       const int some = int(std::min<int64_t>(WIDTH, count - i));
       const Floats y = vec::tanh(vec::load_some(x + i, some) / vec::splat(cap));
       vec::store_some(x + i, y * vec::splat(cap), some);
     }
+  });
 }
 CALLABLE(mistralrs_softcap)
 
@@ -174,8 +169,8 @@ CALLABLE(mistralrs_softcap)
 extern "C" void mistralrs_scale(float* x, int64_t count, float factor, int threads) {
   const int64_t pieces = (count + PIECE - 1) / PIECE;
   threads = share(threads, pieces, count);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t p = 0; p < pieces; p++)
+  team::share(threads, pieces, [&](int64_t p) {
     for (int64_t i = p * PIECE; i < std::min((p + 1) * PIECE, count); i++) x[i] *= factor;
+  });
 }
 CALLABLE(mistralrs_scale)

@@ -10,28 +10,11 @@
 #include <cstdlib>
 #include <utility>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
+#include "team.h"
 #include "words.h"
 
 // The tests compile every kind of tile on one machine: KERNELS_WITHOUT_* leaves faster ones out.
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && \
-    !defined(KERNELS_WITHOUT_AVX512)
-#define INSTRUCTIONS "AVX-512 VNNI"
-#include "tiles_avx512.h"
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(KERNELS_WITHOUT_AVX2)
-#define INSTRUCTIONS "AVX2"
-#include "tiles_avx2.h"
-#elif defined(__aarch64__) && !defined(KERNELS_WITHOUT_NEON)
-#define INSTRUCTIONS "NEON"
-#include "tiles_neon.h"
-#else
-#define INSTRUCTIONS "plain C++"
-#include "tiles_scalar.h"
-#endif
-
+#include "tiles.h"
 #include "expand.h"
 
 namespace {
@@ -209,86 +192,112 @@ constexpr int64_t CHUNK_BYTES = 512 * 1024;
 // So few values one thread packs or looks up faster than others wake up.
 constexpr int64_t FEW_VALUES = 1 << 14;
 
-inline int thread_number() {
-#ifdef _OPENMP
-  return omp_get_thread_num();
-#else
-  return 0;
-#endif
-}
-
 inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-template <class Weight>
-bool linear(const float *x, int64_t stride, const uint8_t *w, const float *bias, float *y,
-            int64_t y_stride, int64_t rows, int num_peaks, int64_t n, int64_t k, int threads) {
+// A product, some of whose rows are packed.
+template <class Weight> struct Product {
+  using Kind = Kernel<Weight>;
+  static constexpr int panel_rows = Kind::rows;
+
+  const float *x;
+  int64_t stride;
+  const uint8_t *w;
+  const float *bias;
+  float *y;
+  int64_t y_stride, n, k;
+  int num_peaks;
+  bool may_expand;
+
+  // the packed rows: where they are, how many, and how they are divided into panels
+  uint8_t *packed;
+  Peak *peaks;
+  int64_t start, count, panels, height;
+
+  int64_t blocks() const { return k / Weight::block_values; }
+  int64_t row_bytes() const { return k / Kind::unit * Kind::row_bytes; }
+  // the last panels may be lower, or empty
+  int height_of(int64_t p) const { return int(std::min(height, count - p * height)); }
+  const uint8_t *panel(int64_t p) const { return packed + p * height * row_bytes(); }
+
+  void pack(int64_t p) const {
+    if (height_of(p) > 0)
+      pack_panel<Weight>(x + (start + p * height) * stride, stride, height_of(p), k,
+                         packed + p * height * row_bytes(), peaks + p * height * num_peaks,
+                         num_peaks);
+  }
+
+  // Panels `first` to `last` times a group of columns, for which `expanded` has room.
+  void multiply(int64_t group, int64_t first, int64_t last, uint8_t *expanded) const {
+    const int64_t column = group * COLUMNS;
+    const int width = int(std::min<int64_t>(COLUMNS, n - column));
+    const uint8_t *const weights = w + group * blocks() * Weight::block_bytes;
+    const bool many = may_expand && last - first >= MANY_PANELS;
+    if constexpr (Kind::expands)
+      for (int64_t b = 0; many && b < blocks(); b++)
+        expand<Weight>(weights + b * Weight::block_bytes, expanded + b * Kind::expanded_bytes);
+    Columns at_peaks[MOST_PEAKS];
+    for (int64_t p = first; p < last; p++) {
+      const int height_here = height_of(p);
+      if (height_here <= 0) continue;
+      constexpr auto heights = std::make_integer_sequence<int, panel_rows>();
+      alignas(64) float out[panel_rows * COLUMNS];
+      if (!many) Kind::tile(height_here, heights)(panel(p), weights, blocks(), out);
+      else if constexpr (Kind::expands)
+        Kind::expanded_tile(height_here, heights)(panel(p), expanded, k / GROUP, out);
+      if constexpr (Weight::block_values > 1)
+        for (int i = 0; i < num_peaks; i++)
+          for (int r = 0; r < height_here; r++)
+            add_peak<Weight>(weights, peaks[(p * height + r) * num_peaks + i], at_peaks[i],
+                             out + r * COLUMNS);
+      for (int r = 0; r < height_here; r++) {
+        float *to = y + (start + p * height + r) * y_stride + column;
+        const float *from = out + r * COLUMNS;
+        for (int c = 0; c < width; c++) to[c] = bias ? from[c] + bias[column + c] : from[c];
+      }
+    }
+  }
+};
+
+// Compute all `rows` rows of a product whose operands are given; false without memory.
+template <class Weight> bool linear(Product<Weight> product, int64_t rows, int threads) {
   using Kind = Kernel<Weight>;
   constexpr int panel_rows = Kind::rows;
-  num_peaks = Weight::block_values > 1 ? std::min(std::max(num_peaks, 0), MOST_PEAKS) : 0;
-  const int64_t blocks = k / Weight::block_values;
-  const int64_t row_bytes = k / Kind::unit * Kind::row_bytes;
-  const int64_t groups = (n + COLUMNS - 1) / COLUMNS;
+  const int64_t k = product.k, row_bytes = product.row_bytes();
+  const int num_peaks =
+      Weight::block_values > 1 ? std::min(std::max(product.num_peaks, 0), MOST_PEAKS) : 0;
+  const int64_t groups = (product.n + COLUMNS - 1) / COLUMNS;
   const int64_t chunk_panels =
       std::max<int64_t>(1, CHUNK_BYTES / std::max<int64_t>(1, row_bytes * panel_rows));
   const int64_t chunk_rows = std::min(rows, chunk_panels * panel_rows);
   const int64_t packed_bytes = whole_lines(std::max<int64_t>(1, chunk_rows * row_bytes));
-  const bool may_expand = Kind::expands && rows > (MANY_PANELS - 1) * panel_rows;
-  const int64_t expanded_bytes = may_expand ? whole_lines(blocks * Kind::expanded_bytes) : 0;
+  product.num_peaks = num_peaks;
+  product.may_expand = Kind::expands && rows > (MANY_PANELS - 1) * panel_rows;
+  const int64_t expanded_bytes =
+      product.may_expand ? whole_lines(product.blocks() * Kind::expanded_bytes) : 0;
   const int64_t peak_bytes = whole_lines(chunk_rows * num_peaks * int64_t(sizeof(Peak)));
   if (!scratch.reserve(size_t(packed_bytes + peak_bytes + threads * expanded_bytes))) return false;
-  uint8_t *const packed = scratch.data, *const expanded = packed + packed_bytes + peak_bytes;
-  Peak *const peaks = reinterpret_cast<Peak *>(packed + packed_bytes);
+  product.packed = scratch.data;
+  product.peaks = reinterpret_cast<Peak *>(scratch.data + packed_bytes);
+  uint8_t *const expanded = scratch.data + packed_bytes + peak_bytes;
 
   for (int64_t start = 0; start < rows; start += chunk_rows) {
     const int64_t count = std::min(chunk_rows, rows - start);
     const int64_t panels = (count + panel_rows - 1) / panel_rows;
-    const int64_t height = (count + panels - 1) / panels;  // of all panels but the last
-    const auto panel_height = [&](int64_t p) {
-      return int(std::min(height, count - p * height));
-    };
-#pragma omp parallel for schedule(static) num_threads(threads) if (count * k > FEW_VALUES)
-    for (int64_t p = 0; p < panels; p++)
-      if (panel_height(p) > 0)
-        pack_panel<Weight>(x + (start + p * height) * stride, stride, panel_height(p), k,
-                           packed + p * height * row_bytes, peaks + p * height * num_peaks,
-                           num_peaks);
+    product.start = start;
+    product.count = count;
+    product.panels = panels;
+    product.height = (count + panels - 1) / panels;
+    team::share(count * k > FEW_VALUES ? threads : 1, panels,
+                [&](int64_t p) { product.pack(p); });
     // few columns for many threads: the rows are divided too
     const int64_t parts =
         groups >= 2 * threads ? 1 : std::min(panels, (2 * threads + groups - 1) / groups);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t task = 0; task < groups * parts; task++) {
-      const int64_t g = task / parts, part = task % parts;
-      const int64_t column = g * COLUMNS;
-      const int width = int(std::min<int64_t>(COLUMNS, n - column));
-      const int64_t first = part * panels / parts, last = (part + 1) * panels / parts;
-      const uint8_t *const weights = w + g * blocks * Weight::block_bytes;
-      uint8_t *const own = expanded + thread_number() * expanded_bytes;
-      const bool many = may_expand && last - first >= MANY_PANELS;
-      if constexpr (Kind::expands)
-        for (int64_t b = 0; many && b < blocks; b++)
-          expand<Weight>(weights + b * Weight::block_bytes, own + b * Kind::expanded_bytes);
-      Columns at_peaks[MOST_PEAKS];
-      for (int64_t p = first; p < last; p++) {
-        const int height_here = panel_height(p);
-        if (height_here <= 0) continue;
-        constexpr auto heights = std::make_integer_sequence<int, panel_rows>();
-        const uint8_t *const panel = packed + p * height * row_bytes;
-        alignas(64) float out[panel_rows * COLUMNS];
-        if (!many) Kind::tile(height_here, heights)(panel, weights, blocks, out);
-        else if constexpr (Kind::expands)
-          Kind::expanded_tile(height_here, heights)(panel, own, k / GROUP, out);
-        if constexpr (Weight::block_values > 1)
-          for (int i = 0; i < num_peaks; i++)
-            for (int r = 0; r < height_here; r++)
-              add_peak<Weight>(weights, peaks[(p * height + r) * num_peaks + i], at_peaks[i],
-                               out + r * COLUMNS);
-        for (int r = 0; r < height_here; r++) {
-          float *to = y + (start + p * height + r) * y_stride + column;
-          const float *from = out + r * COLUMNS;
-          for (int c = 0; c < width; c++) to[c] = bias ? from[c] + bias[column + c] : from[c];
-        }
-      }
-    }
+    team::share(threads, groups * parts, [&](int64_t task, int thread) {
+      uint8_t *const own = expanded + thread * expanded_bytes;
+      if (parts == 1) return product.multiply(task, 0, panels, own);
+      const int64_t part = task % parts;
+      product.multiply(task / parts, part * panels / parts, (part + 1) * panels / parts, own);
+    });
   }
   return true;
 }
@@ -297,13 +306,12 @@ template <class Weight>
 void embedding_rows(const uint8_t *w, const int64_t *ids, float *out, int64_t count, int64_t k,
                     int threads) {
   const int64_t blocks = k / Weight::block_values;
-#pragma omp parallel for schedule(static) num_threads(threads) if (count * k > FEW_VALUES)
-  for (int64_t i = 0; i < count; i++) {
+  team::share(count * k > FEW_VALUES ? threads : 1, count, [&](int64_t i) {
     const uint8_t *group = w + ids[i] / COLUMNS * blocks * Weight::block_bytes;
     for (int64_t b = 0; b < blocks; b++)
       dequantise<Weight>(group + b * Weight::block_bytes, int(ids[i] % COLUMNS),
                          out + i * k + b * Weight::block_values);
-  }
+  });
 }
 
 // Call `function` with a value of the type with this code; false if there is none.
@@ -340,8 +348,8 @@ int mistralrs_linear(int type, const float *x, int64_t stride, const uint8_t *w,
                      int threads) {
   bool done = false;
   const bool known = with_type(type, [&](auto weight) {
-    done = linear<decltype(weight)>(x, stride, w, bias, y, y_stride, rows, peaks, n, k,
-                                    threads);
+    const Product<decltype(weight)> product{x, stride, w, bias, y, y_stride, n, k, peaks};
+    done = linear(product, rows, threads);
   });
   return known ? !done : 2;
 }
