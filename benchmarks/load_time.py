@@ -31,7 +31,7 @@ QUESTION = "What is the capital of France?"
 
 def first_token(path: str, threads: int) -> dict[str, float]:
     """Load with this package and wait for the first text; returns what it took."""
-    import mistralrs_sdk.model  # noqa: F401 (so that its imports are not counted)
+    import mistralrs_sdk.handle.model  # noqa: F401 (so that its imports are not counted)
     from mistralrs_sdk import ModelBuilder
 
     async def ask(passed: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
+from mistralrs_sdk.adapters import LoraAdapterSpec, LoraRuntimeConfig
 from mistralrs_sdk.errors import ConfigError
 from mistralrs_sdk.isq import Isq, parse_isq
 from mistralrs_sdk.topology import Topology, refuse_unused_imatrix, require_one_device
@@ -325,6 +326,10 @@ class ModelSource:
             )
 
 
+def _adapter_specs(adapters: Iterable[LoraAdapterSpec | str]) -> tuple[LoraAdapterSpec, ...]:
+    return tuple(LoraAdapterSpec.parse(a) if isinstance(a, str) else a for a in adapters)
+
+
 def _prefix_count(value: Any) -> Any:
     return None if _is_int(value) and value == 0 else value
 
@@ -373,6 +378,17 @@ class EngineConfig:
     """Makes the seeds of requests that bring none repeatable; None draws fresh ones."""
     throughput_logging: bool = False
     """Log tokens per second and the numbers of running and waiting sequences now and then."""
+    lora_runtime_config: LoraRuntimeConfig | None = None
+    """Limits of LoRA adapters; None: no adapters, or the usual limits if there are some."""
+    lora_adapters: tuple[LoraAdapterSpec, ...] = attrs.field(default=(), converter=_adapter_specs)
+    """LoRA adapters that are loaded with the model."""
+
+    @property
+    def lora(self) -> LoraRuntimeConfig | None:
+        """The limits of adapters in effect; None if the model takes none."""
+        if self.lora_runtime_config is None and self.lora_adapters:
+            return LoraRuntimeConfig()
+        return self.lora_runtime_config
 
     def __attrs_post_init__(self) -> None:
         _require_int("max_num_seqs", self.max_num_seqs, minimum=1)
@@ -416,7 +432,28 @@ class EngineConfig:
             not isinstance(self.imatrix, str) or not self.imatrix.strip()
         ):
             raise ConfigError(f"imatrix ({self.imatrix!r}) must be a non-empty path")
+        self._check_adapters()
         self._refuse_contradictions()
+
+    def _check_adapters(self) -> None:
+        limits = self.lora_runtime_config
+        if limits is not None and not isinstance(limits, LoraRuntimeConfig):
+            raise ConfigError(f"lora_runtime_config ({limits!r}) must be a LoraRuntimeConfig")
+        aliases = set()
+        for spec in self.lora_adapters:
+            if not isinstance(spec, LoraAdapterSpec):
+                raise ConfigError(
+                    f'lora_adapters: {spec!r} must be a LoraAdapterSpec: LoraAdapterSpec("alias", '
+                    '"source")'
+                )
+            if spec.alias in aliases:
+                raise ConfigError(f"lora_adapters: two adapters have the alias {spec.alias!r}")
+            aliases.add(spec.alias)
+        if self.lora is not None and len(aliases) > self.lora.max_adapters:
+            raise ConfigError(
+                f"lora_adapters has {len(aliases)} adapters and max_adapters is "
+                f"{self.lora.max_adapters}: raise that with with_lora_runtime_config before"
+            )
 
     def _refuse_contradictions(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

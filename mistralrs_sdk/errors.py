@@ -5,6 +5,7 @@
       ModelLoadError             not found, download failed, corrupt, out of memory while loading
         UnsupportedError         architecture, quantisation, backend: names every reason
       RequestError(ValueError)   empty or too long prompt, bad sampling value, template refusal
+        AdapterError             an adapter that is not there, or may not be loaded; `kind` says why
       QueueFullError             the admission limit is reached
       InferenceError             this request failed; `partial_response` is what it had produced
       EngineDeadError            the engine stopped; its cause is chained
@@ -15,7 +16,22 @@ Catch `MistralRsError` to catch all of them; catch a leaf to act on one.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Literal
+
+AdapterErrorKind = Literal[
+    "runtime_unavailable",
+    "invalid_alias",
+    "alias_too_long",
+    "already_loaded",
+    "not_found",
+    "generation_not_found",
+    "generation_mismatch",
+    "rank_limit",
+    "adapter_limit",
+    "byte_limit",
+]
+"""What an `AdapterError` is about; mistral.rs' names."""
 
 
 class MistralRsError(Exception):
@@ -36,6 +52,17 @@ class UnsupportedError(ModelLoadError):
 
 class RequestError(MistralRsError, ValueError):
     """The request itself is at fault; nothing was computed."""
+
+
+class AdapterError(RequestError):
+    """An adapter is not there, or loading it would break a limit; nothing was changed."""
+
+    def __init__(self, message: str, *, kind: AdapterErrorKind) -> None:
+        super().__init__(message)
+        self.kind: AdapterErrorKind = kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), kind=self.kind), self.args
 
 
 class QueueFullError(MistralRsError):

@@ -6,20 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import attrs
-
-from mistralrs_sdk.blocking import BlockingModel
-from mistralrs_sdk.builder import ModelBuilder
-from mistralrs_sdk.builders import PagedAttentionMetaBuilder
-from mistralrs_sdk.chat.requests import as_request
-from mistralrs_sdk.chat.responses import (
-    ChatCompletionChunkResponse,
-    ChatCompletionResponse,
-    CompletionResponse,
-)
+from mistralrs_sdk.builders.model_builder import ModelBuilder
+from mistralrs_sdk.builders.paged_attention import PagedAttentionMetaBuilder
+from mistralrs_sdk.chat.requests import RequestBuilder, as_request
+from mistralrs_sdk.chat.responses import ChatCompletionResponse, CompletionResponse
 from mistralrs_sdk.config import MemoryGpuConfig, PagedCacheType
 from mistralrs_sdk.errors import ConfigError, RequestError
+from mistralrs_sdk.handle.blocking import BlockingModel
 from mistralrs_sdk.runner_requests import ChatCompletionRequest, CompletionRequest
+from mistralrs_sdk.tools.loop import StreamItem
 from mistralrs_sdk.unsupported import refuse
 from mistralrs_sdk.which import Architecture, Which, builder_of
 
@@ -140,7 +135,7 @@ class Runner:
 
     def send_chat_completion_request(
         self, request: ChatCompletionRequest, model_id: str | None = None
-    ) -> ChatCompletionResponse | Iterator[ChatCompletionChunkResponse]:
+    ) -> ChatCompletionResponse | Iterator[StreamItem]:
         """Answer a chat: the response, or with `request.stream` an iterator of its chunks.
 
         Closing or dropping the iterator aborts the request.
@@ -155,6 +150,7 @@ class Runner:
             .set_sampling(request.sampling_params())
             .with_truncate_sequence(request.truncate_sequence)
             .set_adapter(request.adapter)
+            .set_constraint(request.constraint())
         )
         if request.enable_thinking is not None:
             asked = asked.enable_thinking(request.enable_thinking)
@@ -172,13 +168,19 @@ class Runner:
             InferenceError, EngineDeadError, EngineClosedError: as `Model`.
         """
         self._check_model(request.model if model_id is None else model_id)
-        response = self._model.send_completion_request(request.prompt, request.sampling_params())
-        if not request.echo_prompt:
-            return response
-        choices = (
-            attrs.evolve(choice, text=request.prompt + choice.text) for choice in response.choices
+        asked = (
+            RequestBuilder()
+            .set_sampling(request.sampling_params())
+            .with_truncate_sequence(request.truncate_sequence)
+            .set_adapter(request.adapter)
+            .set_constraint(request.constraint())
         )
-        return attrs.evolve(response, choices=choices)
+        return self._model.send_completion_request(
+            request.prompt,
+            asked,
+            echo=request.echo_prompt,
+            best_of=None if request.best_of == 1 else request.best_of,
+        )
 
     def tokenize_text(
         self,

@@ -8,9 +8,17 @@ from typing import Any
 import attrs
 
 from mistralrs_sdk.chat.messages import Message
-from mistralrs_sdk.errors import RequestError, UnsupportedError
+from mistralrs_sdk.constraints.constraint import Constraint
+from mistralrs_sdk.errors import RequestError
 from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams, StopTokens
 from mistralrs_sdk.unsupported import unsupported
+
+_GRAMMARS = {
+    "regex": Constraint.Regex,
+    "lark": Constraint.Lark,
+    "json_schema": Constraint.JsonSchema,
+    "llguidance": Constraint.Llguidance,
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -33,13 +41,32 @@ class _SampledRequest:
     dry_allowed_length: int | None = None
     dry_sequence_breakers: Sequence[str] | None = None
     ignore_eos: bool = False
-    grammar: Any = unsupported()
-    grammar_type: Any = unsupported()
+    grammar: str | None = None
+    """What the answer must match, in the language `grammar_type` says."""
+    grammar_type: str | None = None
+    """regex, lark, json_schema or llguidance."""
     tool_schemas: Any = unsupported()
     tool_choice: Any = unsupported()
 
     def __attrs_post_init__(self) -> None:
         self.sampling_params()
+        self.constraint()
+
+    def constraint(self) -> Constraint | None:
+        """What `grammar` says, in this package's words."""
+        if (self.grammar is None) != (self.grammar_type is None):
+            raise RequestError(
+                f"grammar ({self.grammar!r:.40}) and grammar_type ({self.grammar_type!r}) go "
+                "together: set both, or none"
+            )
+        if self.grammar is None:
+            return None
+        make = _GRAMMARS.get(str(self.grammar_type))
+        if make is None:
+            raise RequestError(
+                f"grammar_type {self.grammar_type!r} is unknown: use {', '.join(_GRAMMARS)}"
+            )
+        return make(self.grammar)
 
     def sampling_params(self) -> SamplingParams:
         """The sampling settings in this package's words."""
@@ -138,15 +165,15 @@ class CompletionRequest(_SampledRequest):
     echo_prompt: bool = attrs.field(default=False, kw_only=True)
     """Put the prompt before each text."""
     best_of: int = attrs.field(default=1, kw_only=True)
-    """1; see `n_choices` for several answers."""
+    """Of this many answers the `n_choices` likeliest are returned; 1: no more are made."""
+    truncate_sequence: bool = attrs.field(default=False, kw_only=True)
+    """Drop the start of a prompt that is too long, instead of refusing it."""
+    adapter: str | None = attrs.field(default=None, kw_only=True)
     suffix: Any = unsupported()
-    truncate_sequence: Any = unsupported()
-    adapter: Any = unsupported()
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        if self.best_of != 1:
-            raise UnsupportedError(
-                f"CompletionRequest(best_of={self.best_of!r}) is not supported: ask for "
-                "n_choices and choose among them"
+        if self.best_of != 1 and self.best_of < self.n_choices:
+            raise RequestError(
+                f"best_of ({self.best_of}) must be at least n_choices ({self.n_choices})"
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Any
+from collections.abc import Callable, Sized
+from typing import Any, ClassVar, NoReturn
 
 import attrs
 
@@ -28,3 +28,34 @@ def unsupported() -> Any:
         refuse(type(instance).__qualname__, field.name, value)
 
     return attrs.field(default=None, kw_only=True, validator=check, repr=False)
+
+
+def unsupported_method(name: str, way_out: str) -> Callable[..., NoReturn]:
+    """A method that exists so that calling it says why it does nothing, whatever it is given.
+
+    `await` before the call changes nothing. The method raises `UnsupportedError`.
+    """
+
+    def method(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise UnsupportedError(f"{name} is not supported: {way_out}")
+
+    method.__name__ = name
+    method.__doc__ = f"Not done: `UnsupportedError`. {way_out[0].upper()}{way_out[1:]}."
+    return method
+
+
+class UnsupportedName:
+    """A class that exists so that using it says why it does nothing.
+
+    Raises:
+        UnsupportedError: it is made.
+    """
+
+    _way_out: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse()
+
+    @classmethod
+    def _refuse(cls) -> NoReturn:
+        raise UnsupportedError(f"{cls.__name__} is not supported: {cls._way_out}")

@@ -9,14 +9,18 @@ from typing import Any
 
 import attrs
 
-from mistralrs_sdk.builder import ModelBuilder
-from mistralrs_sdk.builders import GgufModelBuilder
+from mistralrs_sdk.adapters import LoraAdapterSpec
+from mistralrs_sdk.builders.model_builder import ModelBuilder
+from mistralrs_sdk.builders.text_builders import GgufModelBuilder
 from mistralrs_sdk.config import ModelDType
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
 from mistralrs_sdk.topology import Topology
 from mistralrs_sdk.unsupported import unsupported
 
 _Path = str | os.PathLike[str]
+_Adapters = Sequence[LoraAdapterSpec | str] | None
+"""LoRA adapters to load, each a spec or written alias=source; with any, even none of them, others
+can be loaded later."""
 
 
 class Architecture(enum.StrEnum):
@@ -68,6 +72,10 @@ class Which:
         hf_revision: str | None = attrs.field(default=None, kw_only=True)
         topology: Topology | _Path | None = attrs.field(default=None, kw_only=True)
         imatrix: _Path | None = attrs.field(default=None, kw_only=True)
+        adapters: _Adapters = attrs.field(default=None, kw_only=True)
+        max_adapters: int | None = attrs.field(default=None, kw_only=True)
+        max_rank: int | None = attrs.field(default=None, kw_only=True)
+        max_bytes: int | None = attrs.field(default=None, kw_only=True)
         organization: Any = unsupported()
         write_uqff: Any = unsupported()
         from_uqff: Any = unsupported()
@@ -91,6 +99,10 @@ class Which:
         hf_revision: str | None = attrs.field(default=None, kw_only=True)
         topology: Topology | _Path | None = attrs.field(default=None, kw_only=True)
         imatrix: _Path | None = attrs.field(default=None, kw_only=True)
+        adapters: _Adapters = attrs.field(default=None, kw_only=True)
+        max_adapters: int | None = attrs.field(default=None, kw_only=True)
+        max_rank: int | None = attrs.field(default=None, kw_only=True)
+        max_bytes: int | None = attrs.field(default=None, kw_only=True)
         tok_model_id: Any = unsupported()
         mmproj_filename: Any = unsupported()
         organization: Any = unsupported()
@@ -98,10 +110,6 @@ class Which:
         calibration_file: Any = unsupported()
         auto_map_params: Any = unsupported()
         max_edge: Any = unsupported()
-        adapters: Any = unsupported()
-        max_adapters: Any = unsupported()
-        max_rank: Any = unsupported()
-        max_bytes: Any = unsupported()
         encoder_cache_memory_bytes: Any = unsupported()
         matformer_config_path: Any = unsupported()
         matformer_slice_name: Any = unsupported()
@@ -150,4 +158,12 @@ def builder_of(which: Which.Plain | Which.GGUF, *, isq: str | None = None) -> Mo
         builder = builder.with_topology_from_path(which.topology)
     if which.imatrix is not None:
         builder = builder.with_imatrix(which.imatrix)
-    return builder
+    return _with_adapters(builder, which)
+
+
+def _with_adapters(builder: ModelBuilder, which: Which.Plain | Which.GGUF) -> ModelBuilder:
+    limits = {name: getattr(which, name) for name in ("max_adapters", "max_rank", "max_bytes")}
+    wanted = which.adapters
+    if any(limit is not None for limit in limits.values()) or (wanted is not None and not wanted):
+        builder = builder.with_lora(**limits)
+    return builder.with_lora_adapters(wanted) if wanted else builder

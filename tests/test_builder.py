@@ -255,16 +255,16 @@ def test_paged_builder_checks_at_once():
 
 @pytest.fixture
 def fake_model(monkeypatch):
-    """Stands for mistralrs_sdk.model: building returns the builder itself."""
+    """Stands for mistralrs_sdk.handle.model: building returns the builder itself."""
 
     class Model:
         @staticmethod
         async def build(builder):
             return ("built", builder)
 
-    module = types.ModuleType("mistralrs_sdk.model")
+    module = types.ModuleType("mistralrs_sdk.handle.model")
     module.Model = Model
-    monkeypatch.setitem(sys.modules, "mistralrs_sdk.model", module)
+    monkeypatch.setitem(sys.modules, "mistralrs_sdk.handle.model", module)
 
 
 @pytest.fixture

@@ -134,6 +134,22 @@ def test_joined_deltas_equal_the_whole_decode(name: str, data: st.DataObject, sk
 
 
 @EVERY_TOKENIZER
+@given(data=st.data())
+@PROPERTY
+def test_kept_special_tokens_are_text_among_those_skipped(name: str, data: st.DataObject):
+    """The text is that of a decode with all special tokens but those not kept."""
+    portions = data.draw(token_portions(name))
+    tokenizer = TOKENIZERS[name]()
+    dropped = tokenizer.token_to_id("<s>")
+    ids = [i for portion in portions for i in portion if i != dropped]
+    kept = frozenset({tokenizer.token_to_id("</s>")})
+
+    deltas = run(Detokenizer(tokenizer, keep=kept), portions)
+
+    assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@EVERY_TOKENIZER
 @given(data=st.data(), include=st.booleans())
 @PROPERTY
 def test_text_is_cut_at_the_stop_string_that_completes_first(

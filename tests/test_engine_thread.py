@@ -96,6 +96,29 @@ async def test_a_reader_that_waits_is_woken_when_another_task_closes_the_stream(
     await thread.aclose()
 
 
+async def test_a_stream_has_one_reader():
+    """A second one is refused while the first waits; that one gets what comes."""
+    thread = await started(SlowRunner(step_s=0.2))
+    stream = await thread.submit(make_request(5, max_tokens=1))
+    reader = asyncio.create_task(stream.take())
+    await asyncio.sleep(0.01)
+    with pytest.raises(RuntimeError, match="two tasks read one stream"):
+        await stream.take()
+    assert len(await asyncio.wait_for(reader, 1)) == 1
+    await thread.aclose()
+
+
+async def test_a_reader_that_gave_up_misses_nothing():
+    """What comes after a cancelled take() is there for the next one."""
+    thread = await started(SlowRunner(step_s=0.05))
+    request = make_request(5, max_tokens=3)
+    stream = await thread.submit(request)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stream.take(), 0.01)
+    assert await collect(stream) == expected_tokens(request.prompt_ids, 3)
+    await thread.aclose()
+
+
 async def test_a_slow_reader_gets_everything_merged_and_stalls_nobody():
     """Outputs that pile up are handed over as one; others go on meanwhile."""
     thread = await started()

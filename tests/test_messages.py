@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from mistralrs_sdk.chat.messages import TextMessageRole, TextMessages
+from mistralrs_sdk.chat.messages import MultimodalMessages, TextMessageRole, TextMessages
+from mistralrs_sdk.chat.refused import RefusedMedia, RefusedSettings
 from mistralrs_sdk.chat.requests import RequestBuilder, as_request
-from mistralrs_sdk.errors import RequestError
+from mistralrs_sdk.chat.responses import ResponseMessage
+from mistralrs_sdk.errors import RequestError, UnsupportedError
 from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams, StopTokens
 
 HELLO = TextMessages().add_message(TextMessageRole.USER, "Hello")
@@ -113,7 +115,7 @@ def test_every_accepted_form_gives_the_same_request():
     assert [as_request(form) for form in forms] == [RequestBuilder.from_messages(HELLO)] * 4
 
 
-@pytest.mark.parametrize("source", [{"messages": []}, None, 5, b"Hello"])
+@pytest.mark.parametrize("source", [{"role": "user"}, None, 5, b"Hello"])
 def test_other_forms_are_refused_with_the_accepted_ones(source: Any):
     """The refusal says what can be given."""
     with pytest.raises(RequestError, match="list of message dicts"):
@@ -225,3 +227,43 @@ def test_truncation_is_off_until_asked_for():
 
     assert not request.truncate_sequence
     assert request.with_truncate_sequence(True).truncate_sequence
+
+
+def test_multimodal_messages_take_text_and_become_requests():
+    """mistral.rs' name works for text, keeps its type, and converts like TextMessages."""
+    messages = MultimodalMessages().add_message("user", "Hello").enable_thinking(False)
+
+    assert type(messages) is MultimodalMessages
+    assert as_request(messages) == as_request(HELLO.enable_thinking(False))
+
+
+@pytest.mark.parametrize(
+    ("builder", "setter"),
+    [
+        (builder(), name)
+        for builder, refused in (
+            (MultimodalMessages, RefusedMedia),
+            (RequestBuilder, RefusedMedia),
+            (RequestBuilder, RefusedSettings),
+        )
+        for name in vars(refused)
+        if not name.startswith("_")
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_is_not_done_is_refused_by_the_setters_name(builder, setter):
+    """Setters of mistral.rs that this package has no use for exist and say so."""
+    with pytest.raises(UnsupportedError, match=rf"^{setter} is not supported: \w+"):
+        getattr(builder, setter)("anything", at="all")
+
+
+def test_answers_can_be_appended_to_a_list_of_messages():
+    """The message of a response is a turn; its calls go along."""
+    answer = ResponseMessage(content="Hi.", reasoning_content="Hm.")
+    request = as_request([{"role": "user", "content": "Hello"}, answer])
+
+    assert request.messages[1] == {
+        "role": "assistant",
+        "content": "Hi.",
+        "reasoning_content": "Hm.",
+    }

@@ -21,6 +21,7 @@ from mistralrs_sdk.chat.responses import (
     TopLogprob,
     Usage,
 )
+from mistralrs_sdk.chat.tools import CalledFunction, ToolCallResponse
 
 USAGE = Usage.measure(
     prompt_tokens=10, completion_tokens=6, cached_tokens=4, prompt_time=0.5, completion_time=1.5
@@ -101,12 +102,13 @@ def test_matched_stop_is_reported():
 
 def test_message_without_content_is_null():
     """A message that only calls tools or only reasons has a null content."""
-    message = ResponseMessage(tool_calls=({"id": "1"},), reasoning_content="hm")
+    call = ToolCallResponse(index=0, id="1", function=CalledFunction("now", "{}"))
+    message = ResponseMessage(tool_calls=(call,), reasoning_content="hm")
 
     assert message.to_dict() == {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "1"}],
+        "tool_calls": [call.to_dict()],
         "reasoning_content": "hm",
     }
 

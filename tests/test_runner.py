@@ -310,10 +310,21 @@ def test_unsupported_fields_of_a_request_are_refused(cls, field):
         cls("Hi", **{field: nothing})
 
 
-def test_best_of_is_unsupported():
-    """Only one answer is drawn per choice."""
-    with pytest.raises(UnsupportedError, match=r"best_of=3.*n_choices"):
-        CompletionRequest("Hi", best_of=3)
+def test_best_of_returns_the_likeliest(tiny):
+    """Of best_of answers n_choices are returned; all of them were computed."""
+    settings = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True}
+    request = CompletionRequest("Hello", best_of=5, n_choices=2, **settings)
+
+    response = tiny.send_completion_request(request)
+
+    assert len(response.choices) == 2
+    assert response.usage.completion_tokens == 20
+
+
+def test_best_of_below_n_choices_is_refused():
+    """More answers cannot be returned than are made."""
+    with pytest.raises(RequestError, match="best_of"):
+        CompletionRequest("Hi", best_of=2, n_choices=3)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import attrs
 import pytest
@@ -154,11 +155,12 @@ def test_the_runner_forgets_sequences_that_are_gone():
     sequence = make_sequence(0)
 
     runner.run([Scheduled(sequence, 3)])
-    assert len(runner._rows) == 1
+    assert sequence.sampler_row is not None
+    kept = weakref.ref(sequence.sampler_row)
     del sequence
     gc.collect()
 
-    assert not runner._rows
+    assert kept() is None
 
 
 def test_a_chunk_that_draws_nothing_has_no_token():
@@ -172,3 +174,17 @@ def test_a_chunk_that_draws_nothing_has_no_token():
     assert batch.slot_mapping.tolist() == [4, 5]
     assert batch.logits_indices.tolist() == []
     assert batch.logits_indices.dtype == torch.int64
+
+
+def test_the_forward_computes_without_a_graph_of_gradients():
+    """Whoever calls the runner need not switch them off."""
+    modes = []
+    runner = attrs.evolve(
+        make_runner(noise(1, VOCAB)),
+        model=lambda batch, backend: modes.append(torch.is_inference_mode_enabled()) or noise(1, 9),
+    )
+
+    runner.run([Scheduled(make_sequence(0), 3)])
+
+    assert modes == [True]
+    assert not torch.is_inference_mode_enabled()

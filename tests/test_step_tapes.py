@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mistralrs_sdk.attention.backend import Batch
+from mistralrs_sdk.attention.backend import BatchLists
 from mistralrs_sdk.attention.cpu import CpuBackend
 from mistralrs_sdk.attention.kv_cache import PagedKVCache
 from mistralrs_sdk.engine import step_tapes
@@ -60,8 +60,22 @@ def rows_of(*lengths: int) -> list[Row]:
     ]
 
 
-def decode(rows: list[Row]) -> Batch:
-    return make_batch([(row, 1) for row in rows], BLOCK)
+def lists_of(parts: list[tuple[Row, int]]) -> BatchLists:
+    """As `make_batch` takes them."""
+    batch = make_batch(parts, BLOCK)
+    return BatchLists(
+        input_ids=batch.input_ids.tolist(),
+        positions=batch.positions.tolist(),
+        slot_mapping=batch.slot_mapping.tolist(),
+        logits_indices=batch.logits_indices.tolist(),
+        query_start=list(batch.query_start),
+        seq_lens=list(batch.seq_lens),
+        block_tables=list(batch.block_tables),
+    )
+
+
+def decode(rows: list[Row]) -> BatchLists:
+    return lists_of([(row, 1) for row in rows])
 
 
 def fill(model: CausalLM, backend: CpuBackend, rows: list[Row]) -> None:
@@ -72,7 +86,8 @@ def fill(model: CausalLM, backend: CpuBackend, rows: list[Row]) -> None:
     model(batch, backend)
 
 
-def eager(model: CausalLM, backend: CpuBackend, batch: Batch) -> Tensor:
+def eager(model: CausalLM, backend: CpuBackend, lists: BatchLists) -> Tensor:
+    batch = lists.batch(CPU)
     backend.plan(batch)
     return model(batch, backend)
 
@@ -122,6 +137,29 @@ def test_sizes_take_turns():
         assert torch.equal(scores.clone(), eager(model, backend, batch))
 
 
+def test_a_short_table_may_follow_a_long_one():
+    """What is left of it behind the short one's blocks is not read."""
+    model = model_of("llama")
+    backend = backend_for(model)
+    short, long = rows_of(3, 38)
+    fill(model, backend, [short, long])
+    tapes = StepTapes(model, backend)
+
+    for row in (short, long, short):
+        scores = tapes.run(decode([row]))
+        assert scores is not None
+        assert torch.equal(scores.clone(), eager(model, backend, decode([row])))
+
+
+def test_a_batch_of_another_size_does_not_fit_a_graph():
+    """It is refused where it is written, before a kernel reads it."""
+    backend = backend_for(model_of("llama"))
+    batch = decode(rows_of(3, 5)).batch(CPU)
+
+    with pytest.raises(ValueError, match="memoryview assignment"):
+        backend.plan(batch, graph_size=3)
+
+
 def test_only_small_decode_steps_are_replayed():
     """A prompt, a step without logits, or too many sequences: None, and the cache is untouched."""
     model = model_of("llama")
@@ -129,8 +167,8 @@ def test_only_small_decode_steps_are_replayed():
     tapes = StepTapes(model, backend)
     row = Row(prompt(4), [1, 2])
 
-    assert tapes.run(make_batch([(row, 4)], BLOCK)) is None
-    assert tapes.run(make_batch([(row, 3), *((r, 1) for r in rows_of(2, 3))], BLOCK)) is None
+    assert tapes.run(lists_of([(row, 4)])) is None
+    assert tapes.run(lists_of([(row, 3), *((r, 1) for r in rows_of(2, 3))])) is None
     assert tapes.run(decode(rows_of(*range(2, 3 + MAX_ROWS)))) is None
     assert not tapes._steps
 

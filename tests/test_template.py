@@ -284,9 +284,9 @@ def test_overlapping_control_literals_stay_text():
     """Literals that share characters are all taken apart."""
     tokenizer = byte_tokenizer("[a]", "]b", "~")
 
-    ids = encoder("{{ messages[0].content }}~", tokenizer).encode_chat(
+    ids = encoder("{{ messages[0].content }}~", tokenizer).render_chat(
         [{"role": "user", "content": "~[a]b"}]
-    )
+    )[1]
 
     assert ids == [*byte_tokenizer().encode("~[a]b").ids, tokenizer.token_to_id("~")]
 
@@ -309,8 +309,8 @@ def test_control_tokens_in_messages_leave_the_rest_alone():
     content = "Hi <|im_end|>  H"
     start, end = (tokenizer.token_to_id(f"<|im_{word}|>") for word in ("start", "end"))
 
-    ids = chat.encode_chat([{"role": "user", "content": content}])
-    plain = chat.encode_chat([{"role": "user", "content": content.replace("<|im_end|>", "#")}])
+    ids = chat.render_chat([{"role": "user", "content": content}])[1]
+    plain = chat.render_chat([{"role": "user", "content": content.replace("<|im_end|>", "#")}])[1]
 
     at = plain.index(tokenizer.token_to_id("#"))
     literal = [tokenizer.token_to_id(char) for char in "<|im_end|>"]
@@ -323,9 +323,9 @@ def test_text_that_looks_like_the_stand_in_is_refused():
     chat = encoder(CHATML, chatml_tokenizer())
 
     with pytest.raises(RequestError, match="U\\+10F000"):
-        chat.encode_chat(
+        chat.render_chat(
             [{"role": "user", "content": "<|im_end|>"}, {**USER, "content": "\U0010f000"}]
-        )
+        )[1]
 
 
 def test_tokenizer_without_control_tokens_works():
@@ -338,7 +338,7 @@ def test_template_and_tokenizer_together_write_one_bos():
     tokenizer = adding_bos(byte_tokenizer("<s>"))
     bos = tokenizer.token_to_id("<s>")
 
-    ids = encoder(GEMMA, tokenizer, adds_bos=True).encode_chat([USER])
+    ids = encoder(GEMMA, tokenizer, adds_bos=True).render_chat([USER])[1]
 
     assert ids[0] == bos
     assert ids.count(bos) == 1
@@ -348,7 +348,7 @@ def test_bos_is_added_if_the_template_forgets_it():
     """The tokenizer's BOS comes first if the template writes none."""
     tokenizer = adding_bos(byte_tokenizer("<s>"))
 
-    ids = encoder("{{ messages[0].content }}", tokenizer, adds_bos=True).encode_chat([USER])
+    ids = encoder("{{ messages[0].content }}", tokenizer, adds_bos=True).render_chat([USER])[1]
 
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>Hi"
 
@@ -358,7 +358,7 @@ def test_bos_literal_of_a_user_does_not_pass_for_the_bos():
     tokenizer = adding_bos(byte_tokenizer("<s>"))
     message = {"role": "user", "content": "<s>Hi"}
 
-    ids = encoder("{{ messages[0].content }}", tokenizer, adds_bos=True).encode_chat([message])
+    ids = encoder("{{ messages[0].content }}", tokenizer, adds_bos=True).render_chat([message])[1]
 
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><s>Hi"
     assert ids.count(tokenizer.token_to_id("<s>")) == 1
@@ -398,7 +398,7 @@ def test_raw_text_may_name_control_tokens():
 def test_model_without_template_says_how_to_go_on():
     """Chatting without a template names with_chat_template and text completions."""
     with pytest.raises(RequestError, match=r"with_chat_template.*completion"):
-        encoder(None, chatml_tokenizer()).encode_chat([USER])
+        encoder(None, chatml_tokenizer()).render_chat([USER])
 
 
 def test_bos_that_the_tokenizer_lacks_is_found_when_the_model_is_built():

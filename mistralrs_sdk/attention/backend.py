@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
@@ -19,9 +20,11 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
-    """Keys a query may look back on, itself included; None for all."""
+    """Keys a query may look back on, itself included; None for all. Not causal: also ahead."""
     softcap: float | None = None
     """Scores become `softcap * tanh(scores / softcap)` before the softmax."""
+    causal: bool = True
+    """Whether a query sees no keys after it; only `EncoderBackend` does without that."""
 
 
 @attrs.frozen(eq=False)
@@ -63,6 +66,31 @@ class Batch:
     block_tables: Sequence[Sequence[int]]
 
 
+@attrs.define(kw_only=True, eq=False)
+class BatchLists:
+    """A `Batch` before any tensor is made of it: the same fields, in lists."""
+
+    input_ids: list[int]
+    positions: list[int]
+    slot_mapping: list[int]
+    logits_indices: list[int]
+    query_start: list[int]
+    seq_lens: list[int]
+    block_tables: list[Sequence[int]]
+
+    def batch(self, device: torch.device) -> Batch:
+        """The batch, with its tensors on `device`."""
+        return Batch(
+            input_ids=_tensor(self.input_ids, device),
+            positions=_tensor(self.positions, device),
+            slot_mapping=_tensor(self.slot_mapping, device),
+            logits_indices=_tensor(self.logits_indices, device),
+            query_start=self.query_start,
+            seq_lens=self.seq_lens,
+            block_tables=self.block_tables,
+        )
+
+
 class AttentionBackend(Protocol):
     """Attention over a store of keys and values. Plan once per step, run once per layer."""
 
@@ -72,7 +100,8 @@ class AttentionBackend(Protocol):
     def plan(self, batch: Batch, *, graph_size: int | None = None) -> None:
         """Prepare for `batch`. With `graph_size`, fill the static buffers of that graph.
 
-        The batch then has that many sequences, and its tensors are those of the graph already.
+        The batch then has that many sequences with one token each, and its tensors are those of the
+        graph already.
         """
 
     def run(
@@ -91,3 +120,10 @@ class AttentionBackend(Protocol):
         has the shape of q. q and k may be rotated where they are: the caller needs them no more.
         """
         ...
+
+
+def _tensor(values: list[int], device: torch.device) -> Tensor:
+    if not values:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    made = torch.frombuffer(array("q", values), dtype=torch.int64)  # half of `torch.tensor`'s time
+    return made if device.type == "cpu" else made.to(device)

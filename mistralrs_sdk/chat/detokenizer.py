@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -29,10 +29,13 @@ class Detokenizer:
         stop_seqs: tuple[str, ...] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
+        """`keep` names special tokens whose text is kept where the others are skipped."""
         kinds = [step["type"] for step in _decoder_steps(tokenizer)]
         pieces = _ByteLevelText if kinds == ["ByteLevel"] else _WindowText
-        self._pieces = pieces(tokenizer, skip_special_tokens)
+        skipped = _special_ids(tokenizer) - keep if skip_special_tokens else frozenset[int]()
+        self._pieces = pieces(tokenizer, skipped)
         self._stop_seqs = stop_seqs
         self._include_stop = include_stop
         self._held = ""
@@ -59,6 +62,9 @@ class Detokenizer:
     def _emit(self, new: str, *, last: bool) -> str:
         if self.stopped is not None:
             return ""
+        if not self._stop_seqs:
+            self._emitted.append(new)
+            return new
         text = self._held + new
         match = _first_match(text, self._stop_seqs)
         if match is not None:
@@ -95,23 +101,20 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 class _ByteLevelText:
     """Tokens that spell bytes: their UTF-8 is decoded as it comes."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join(self._bytes(token_ids)))
+        return self._utf8.decode(b"".join([self._bytes(token_id) for token_id in token_ids]))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
 
-    def _bytes(self, token_ids: Sequence[int]) -> Iterator[bytes]:
-        for token_id in token_ids:
-            token = self._tokenizer.id_to_token(token_id)
-            # decoding alone says whether it counts: special tokens give nothing
-            if token and self._tokenizer.decode([token_id], skip_special_tokens=self._skip):
-                yield _byte_level_bytes(token)
+    def _bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None or token_id in self._skipped else _byte_level_bytes(token)
 
 
 class _WindowText:
@@ -121,9 +124,9 @@ class _WindowText:
     token in its own way (a leading space is stripped).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skipped = skipped
         kinds = {step["type"] for step in _decoder_steps(tokenizer)}
         self._byte_fallback = "ByteFallback" in kinds
         self._byte_level = "ByteLevel" in kinds
@@ -131,11 +134,6 @@ class _WindowText:
         self._released = 0
         # one bad byte turns its whole run of byte tokens into U+FFFD: the run has to end first
         self._open_run = 0
-
-    @functools.cached_property
-    def _special_ids(self) -> frozenset[int]:
-        added = self._tokenizer.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         for token_id in filter(self._counts, token_ids):
@@ -152,12 +150,7 @@ class _WindowText:
         return self._release(self._decode(self._window))
 
     def _counts(self, token_id: int) -> bool:
-        if self._decode([token_id]):
-            return True
-        # a lone space token decodes to nothing too, but matters
-        if self._tokenizer.id_to_token(token_id) is None:
-            return False
-        return not (self._skip and token_id in self._special_ids)
+        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
 
     def _is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.id_to_token(token_id)
@@ -178,7 +171,13 @@ class _WindowText:
                 return
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        # what is skipped is not among them
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> tuple[dict[str, Any], ...]:
@@ -212,9 +211,10 @@ def _byte_of_char() -> dict[str, int]:
 
 def _byte_level_bytes(token: str) -> bytes:
     alphabet = _byte_of_char()
-    if all(char in alphabet for char in token):
-        return bytes(alphabet[char] for char in token)
-    return token.encode()  # an added token with a character outside the alphabet is plain text
+    try:
+        return bytes([alphabet[char] for char in token])
+    except KeyError:  # an added token with a character outside the alphabet is plain text
+        return token.encode()
 
 
 def _first_match(text: str, stop_seqs: tuple[str, ...]) -> tuple[int, str] | None:

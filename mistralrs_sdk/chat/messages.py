@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
+from mistralrs_sdk.chat.refused import RefusedMedia
 from mistralrs_sdk.errors import RequestError
 
 Message = Mapping[str, Any]
@@ -52,7 +53,7 @@ class TextMessages:
     def __attrs_post_init__(self) -> None:
         require_one_wish(self.thinking, self.reasoning_effort)
 
-    def add_message(self, role: TextMessageRole | str, text: Content) -> TextMessages:
+    def add_message(self, role: TextMessageRole | str, text: Content) -> Self:
         """Append one turn; text parts are joined without a separator.
 
         Raises:
@@ -60,11 +61,11 @@ class TextMessages:
         """
         return attrs.evolve(self, messages=(*self.messages, text_message(role, text)))
 
-    def enable_thinking(self, enable: bool) -> TextMessages:
+    def enable_thinking(self, enable: bool) -> Self:
         """Ask for (or against) reasoning before the answer, if the template knows the switch."""
         return attrs.evolve(self, thinking=flag("enable_thinking", enable))
 
-    def with_reasoning_effort(self, effort: ReasoningEffort | str) -> TextMessages:
+    def with_reasoning_effort(self, effort: ReasoningEffort | str) -> Self:
         """Ask for this much reasoning: off, low, medium, high or xhigh.
 
         Raises:
@@ -72,16 +73,41 @@ class TextMessages:
         """
         return attrs.evolve(self, reasoning_effort=reasoning_effort(effort))
 
-    def clear(self) -> TextMessages:
+    def clear(self) -> Self:
         """Drop the turns, keep the rest."""
         return attrs.evolve(self, messages=())
 
 
+@attrs.frozen
+class MultimodalMessages(RefusedMedia, TextMessages):
+    """Text turns under mistral.rs' name for turns of any kind; images and sound are refused."""
+
+
 def from_openai(message: object) -> Message:
+    """Read one OpenAI-shaped turn: a dict, or an object that says what it is as one.
+
+    Such are the `message` of a response, ours or of the `openai` package. The role "developer" is
+    read as "system", which templates know.
+
+    Raises:
+        RequestError: it has no role, or its content is not text.
+    """
+    if not isinstance(message, Mapping):
+        message = _as_dict(message)
     if not isinstance(message, Mapping) or "role" not in message:
-        raise RequestError(f'message {message!r} must be a dict with "role" and "content"')
+        raise RequestError(f'message {message!r:.120} must be a dict with "role" and "content"')
+    role = "system" if message["role"] == "developer" else message["role"]
     # other keys (name, tool_calls, tool_call_id ...) are the template's business
-    return {**message, **text_message(message["role"], message.get("content"))}
+    return {**message, **text_message(role, message.get("content"))}
+
+
+def _as_dict(message: object) -> object:
+    """What a response's message says it is; what says nothing stays as it is."""
+    if callable(dump := getattr(message, "model_dump", None)):  # pydantic's
+        return dump(exclude_none=True)
+    if callable(to_dict := getattr(message, "to_dict", None)):
+        return to_dict()
+    return message
 
 
 def text_message(role: object, content: Content) -> dict[str, Any]:

@@ -20,6 +20,12 @@ from mistralrs_sdk.chat.messages import (
     require_one_wish,
     text_message,
 )
+from mistralrs_sdk.chat.refused import RefusedSettings
+from mistralrs_sdk.chat.tool_events import (
+    AgentPermission,
+    ApprovalCallback,
+    require_permission,
+)
 from mistralrs_sdk.chat.tools import Tool, ToolCallResponse, ToolChoice
 from mistralrs_sdk.constraints.constraint import Constraint
 from mistralrs_sdk.errors import RequestError
@@ -28,11 +34,14 @@ from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams, Sto
 LogitsProcessor = Callable[[Any, Sequence[int]], Any]
 """Gets a row of logits [vocab] in float32 and the ids so far, and returns the logits to use."""
 
-_ACCEPTED = "a str (one user turn), TextMessages, RequestBuilder or a list of message dicts"
+_ACCEPTED = (
+    "a str (one user turn), TextMessages, RequestBuilder, a list of message dicts or "
+    'an OpenAI-shaped dict {"messages": [...], ...}'
+)
 
 
 @attrs.frozen
-class RequestBuilder:
+class RequestBuilder(RefusedSettings):
     """Turns with every setting of a request. Every method returns a new value.
 
     Without a sampler choice the answer is greedy. The first of temperature, top-k, top-p and min-p
@@ -71,6 +80,12 @@ class RequestBuilder:
     """Rounds of calls that are executed here before the answer must come; None: 256."""
     session_id: str | None = None
     """The session whose turns come before these; None: none."""
+    tool_dispatch_url: str | None = None
+    """Where calls of tools that nothing here executes are sent; None: they end the answer."""
+    agent_permission: AgentPermission = AgentPermission.AUTO
+    """Whether calls are executed at once, after asking, or not at all."""
+    agent_approval_callback: ApprovalCallback | None = None
+    """Who is asked."""
 
     def __attrs_post_init__(self) -> None:
         require_one_wish(self.thinking, self.reasoning_effort)
@@ -153,6 +168,40 @@ class RequestBuilder:
         if session_id is not None and (not isinstance(session_id, str) or not session_id):
             raise RequestError(f"session_id ({session_id!r}) must be a non-empty str, or None")
         return attrs.evolve(self, session_id=session_id)
+
+    def with_tool_dispatch_url(self, url: str | None) -> RequestBuilder:
+        """Send calls of tools that nothing here executes to this http(s) URL.
+
+        It gets a POST of `{"name": ..., "arguments": {...}}` and answers with the text, a JSON
+        string or `{"content": ...}`.
+        """
+        valid = isinstance(url, str) and url.startswith(("http://", "https://"))
+        if url is not None and not valid:
+            raise RequestError(f"tool_dispatch_url ({url!r}) must start with http:// or https://")
+        return attrs.evolve(self, tool_dispatch_url=url)
+
+    def with_agent_permission(self, permission: AgentPermission | str) -> RequestBuilder:
+        """Execute calls here at once (auto, the default), after asking (ask), or refuse all (deny).
+
+        With ask, `with_agent_approval_callback` says who is asked.
+        """
+        return attrs.evolve(self, agent_permission=require_permission(permission))
+
+    def with_agent_approval_callback(self, callback: ApprovalCallback) -> RequestBuilder:
+        """Ask this function before each call that is executed here, one call after the other.
+
+        It gets an `AgentToolApproval` and returns an `AgentToolApprovalDecision` or a bool. A plain
+        function runs on a worker thread. If it raises, the call is denied.
+        """
+        if not callable(callback):
+            raise RequestError(f"approval callback ({callback!r}) must be callable")
+        return attrs.evolve(
+            self, agent_approval_callback=callback, agent_permission=AgentPermission.ASK
+        )
+
+    def with_agent_approval_async_callback(self, callback: ApprovalCallback) -> RequestBuilder:
+        """As `with_agent_approval_callback`, which takes coroutine functions too."""
+        return self.with_agent_approval_callback(callback)
 
     def set_constraint(self, constraint: Constraint | None) -> RequestBuilder:
         """Hold the answer to a regex, JSON schema or grammar; None lifts that."""
@@ -295,15 +344,19 @@ class RequestBuilder:
         return attrs.evolve(self._with(**settings), samples=True)
 
 
-RequestLike = RequestBuilder | TextMessages | str | Sequence[dict[str, Any]]
-"""What a chat request may be: a builder, messages, one user turn, or OpenAI message dicts."""
+RequestLike = RequestBuilder | TextMessages | str | Sequence[dict[str, Any]] | Mapping[str, Any]
+"""What a chat request may be: a builder, messages, one user turn, message dicts, OpenAI's body."""
 
 
-def as_request(source: object) -> RequestBuilder:
+def as_request(source: object, *, streams: bool | None = None) -> RequestBuilder:
     """Turn what a user may pass into a request.
 
+    `streams` says what the method does that it was passed to, for "stream" of an OpenAI-shaped
+    request; None looks the other way.
+
     Raises:
-        RequestError: it is none of the accepted types, or a message in it is not a text turn.
+        RequestError: it is none of the accepted types, a message in it is not a text turn, or it
+            says "stream" to a method that does not.
     """
     if isinstance(source, RequestBuilder):
         return source
@@ -313,6 +366,13 @@ def as_request(source: object) -> RequestBuilder:
         return RequestBuilder().add_message(TextMessageRole.USER, source)
     if isinstance(source, Sequence) and not isinstance(source, bytes | bytearray):
         return RequestBuilder(messages=tuple(from_openai(message) for message in source))
+    if isinstance(source, Mapping) and "messages" in source:
+        # Not at the top: it fills a RequestBuilder.
+        from mistralrs_sdk.chat.openai_request import from_openai_request, require_stream
+
+        if streams is not None:
+            require_stream(source, streams=streams)
+        return from_openai_request(source)
     raise RequestError(f"a request cannot be made from {type(source).__name__}: give {_ACCEPTED}")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from typing import Any
 
 import attrs
 
+from mistralrs_sdk.chat.tool_events import AgenticToolCallRecord
+from mistralrs_sdk.chat.tools import ToolCallResponse
 from mistralrs_sdk.engine.request import LOWEST_LOGPROB
 
 
@@ -85,6 +87,7 @@ class ResponseLogprob:
 
     token: str
     logprob: float
+    """NaN for the first token of an echoed prompt: nothing comes before it. Null in JSON."""
     bytes: bytes | None = None
     """The token's raw bytes: a character may be spread over several tokens."""
     top_logprobs: tuple[TopLogprob, ...] = attrs.field(default=(), converter=tuple)
@@ -119,7 +122,7 @@ class ResponseMessage:
 
     content: str | None = None
     role: str = "assistant"
-    tool_calls: tuple[Mapping[str, Any], ...] | None = attrs.field(default=None, hash=False)
+    tool_calls: tuple[ToolCallResponse, ...] | None = None
     reasoning_content: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,21 +135,25 @@ class Choice:
     """One of the answers to a request."""
 
     finish_reason: str
-    """stop, length, canceled or error."""
+    """stop, tool_calls, length, canceled or error."""
     index: int
     message: ResponseMessage
     logprobs: Logprobs | None = None
     stop_reason: str | int | None = None
     """The stop string or stop id that matched; None if the model ended by itself."""
+    unparsed_tool_call: bool = False
+    """Whether the content holds what began like a tool call and could not be read as one."""
 
     def to_dict(self) -> dict[str, Any]:
-        """OpenAI's choice; `stop_reason` only where there is one."""
+        """OpenAI's choice; `stop_reason` and `unparsed_tool_call` only where there is one."""
         return {
             "index": self.index,
             "message": self.message.to_dict(),
             "logprobs": None if self.logprobs is None else self.logprobs.to_dict(),
             "finish_reason": self.finish_reason,
-            **_given(stop_reason=self.stop_reason),
+            **_given(
+                stop_reason=self.stop_reason, unparsed_tool_call=self.unparsed_tool_call or None
+            ),
         }
 
 
@@ -162,10 +169,25 @@ class ChatCompletionResponse:
     system_fingerprint: str = "local"
     object: str = "chat.completion"
     usage: Usage
+    agentic_tool_calls: tuple[AgenticToolCallRecord, ...] | None = None
+    """The calls that were executed here; None if none could be."""
+    session_id: str | None = None
+    """The session that holds this answer now."""
+    adapter_generation: str | None = None
+    """The weights of the LoRA adapter that answered; None for the base model."""
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's `chat.completion` as plain JSON data."""
-        return {**_envelope(self), "usage": self.usage.to_dict()}
+        calls = self.agentic_tool_calls
+        return {
+            **_envelope(self),
+            "usage": self.usage.to_dict(),
+            **_given(
+                agentic_tool_calls=None if calls is None else [call.to_dict() for call in calls],
+                session_id=self.session_id,
+                adapter_generation=self.adapter_generation,
+            ),
+        }
 
 
 @attrs.frozen(kw_only=True)
@@ -174,7 +196,7 @@ class Delta:
 
     content: str | None = None
     role: str | None = "assistant"
-    tool_calls: tuple[Mapping[str, Any], ...] | None = attrs.field(default=None, hash=False)
+    tool_calls: tuple[ToolCallResponse, ...] | None = None
     reasoning_content: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,6 +215,8 @@ class ChunkChoice:
     logprobs: Logprobs | None = None
     """The chunk's tokens; there may be several, or none while text is held back."""
     stop_reason: str | int | None = None
+    unparsed_tool_call: bool = False
+    """Whether the chunk's content begins what looked like a tool call and is none."""
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's chunk choice; `finish_reason` is null until the end."""
@@ -201,7 +225,9 @@ class ChunkChoice:
             "delta": self.delta.to_dict(),
             "logprobs": None if self.logprobs is None else self.logprobs.to_dict(),
             "finish_reason": self.finish_reason,
-            **_given(stop_reason=self.stop_reason),
+            **_given(
+                stop_reason=self.stop_reason, unparsed_tool_call=self.unparsed_tool_call or None
+            ),
         }
 
 
@@ -217,12 +243,17 @@ class ChatCompletionChunkResponse:
     object: str = "chat.completion.chunk"
     usage: Usage | None = None
     """On the last chunk only."""
+    session_id: str | None = None
+    """On the last chunk only: the session that holds this answer now."""
+    adapter_generation: str | None = None
+    """The weights of the LoRA adapter that answers; None for the base model."""
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's `chat.completion.chunk` as plain JSON data."""
         return {
             **_envelope(self),
             **({} if self.usage is None else {"usage": self.usage.to_dict()}),
+            **_given(session_id=self.session_id, adapter_generation=self.adapter_generation),
         }
 
 
@@ -248,6 +279,50 @@ class CompletionChoice:
 
 
 @attrs.frozen(kw_only=True)
+class CompletionChunkChoice:
+    """What a chunk adds to one continuation."""
+
+    finish_reason: str | None = None
+    """Set on the choice's last chunk."""
+    index: int
+    text: str
+    logprobs: Logprobs | None = None
+    """The chunk's tokens; there may be several, or none while text is held back."""
+    stop_reason: str | int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's text choice; `text_offset` counts from the start of the chunk's tokens."""
+        return {
+            "index": self.index,
+            "text": self.text,
+            "logprobs": None if self.logprobs is None else _parallel_logprobs(self.logprobs),
+            "finish_reason": self.finish_reason,
+            **_given(stop_reason=self.stop_reason),
+        }
+
+
+@attrs.frozen(kw_only=True)
+class CompletionChunkResponse:
+    """One piece of a streamed text completion."""
+
+    id: str
+    choices: tuple[CompletionChunkChoice, ...] = attrs.field(converter=tuple)
+    created: int
+    model: str
+    system_fingerprint: str = "local"
+    object: str = "text_completion"
+    usage: Usage | None = None
+    """On the last chunk only."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's `text_completion` chunk as plain JSON data."""
+        return {
+            **_envelope(self),
+            **({} if self.usage is None else {"usage": self.usage.to_dict()}),
+        }
+
+
+@attrs.frozen(kw_only=True)
 class CompletionResponse:
     """The whole answer to a text completion."""
 
@@ -265,7 +340,10 @@ class CompletionResponse:
 
 
 def _envelope(
-    response: ChatCompletionResponse | ChatCompletionChunkResponse | CompletionResponse,
+    response: ChatCompletionResponse
+    | ChatCompletionChunkResponse
+    | CompletionResponse
+    | CompletionChunkResponse,
 ) -> dict[str, Any]:
     return {
         "id": response.id,
@@ -280,7 +358,7 @@ def _envelope(
 def _extras(message: ResponseMessage | Delta) -> dict[str, Any]:
     calls = message.tool_calls
     return _given(
-        tool_calls=None if calls is None else [dict(call) for call in calls],
+        tool_calls=None if calls is None else [call.to_dict() for call in calls],
         reasoning_content=message.reasoning_content,
     )
 
@@ -299,15 +377,17 @@ def _parallel_logprobs(logprobs: Logprobs) -> dict[str, Any]:
         "tokens": [entry.token for entry in entries],
         "token_logprobs": [_json_logprob(entry.logprob) for entry in entries],
         "top_logprobs": [
-            {top.token: _json_logprob(top.logprob) for top in entry.top_logprobs}
+            None
+            if math.isnan(entry.logprob)
+            else {top.token: _json_logprob(top.logprob) for top in entry.top_logprobs}
             for entry in entries
         ],
         "text_offset": offsets,
     }
 
 
-def _json_logprob(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+def _json_logprob(logprob: float) -> float | None:
+    return None if math.isnan(logprob) else max(logprob, LOWEST_LOGPROB)
 
 
 def _rate(tokens: int, seconds: float) -> float:

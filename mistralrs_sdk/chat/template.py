@@ -7,18 +7,18 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
-from mistralrs_sdk.chat.messages import Message
+from mistralrs_sdk.chat.messages import Message, ReasoningEffort
+from mistralrs_sdk.chat.template_language import RefusedError, environment, require_known_names
+from mistralrs_sdk.chat.tool_history import CallShape, find_call_shape
+from mistralrs_sdk.chat.tools import Tool
 from mistralrs_sdk.errors import ModelLoadError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,11 @@ _FIRST_STAND_IN = 0x10F000  # private use, plane 16: no font or text uses it
 class ChatTemplate:
     """A compiled chat template. It runs sandboxed and may be rendered from several threads.
 
-    Templates see messages, add_generation_prompt, bos_token, eos_token, unk_token, tools (None),
-    date_string ("26 Jul 2024", today), enable_thinking if it was chosen, and what `extra` holds;
-    and the functions raise_exception, strftime_now and tojson as Hugging Face defines them.
+    Templates see messages, add_generation_prompt, bos_token, eos_token, unk_token, tools (or None),
+    date_string ("26 Jul 2024", today), enable_thinking and reasoning_effort if they were chosen,
+    and what `extra` holds; and the functions raise_exception, strftime_now and tojson as Hugging
+    Face defines them. Arguments of past tool calls are given as the object or as JSON text,
+    whichever the template shows properly.
 
     Raises:
         ModelLoadError: a syntax error, or a filter or test that does not exist.
@@ -51,13 +53,16 @@ class ChatTemplate:
         self.source = source
         self.origin = origin
         """Where it came from, in words, for messages."""
-        environment = _environment()
+        language = environment()
         try:
-            tree = environment.parse(source)
-            _require_known_names(tree, environment)
+            tree = language.parse(source)
+            require_known_names(tree, language)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
             """The names the template asks for."""
-            self._template = environment.from_string(tree)
+            names = tree.find_all(jinja2.nodes.Name)
+            self.takes_tools = any(n.name == "tools" and n.ctx == "load" for n in names)
+            """Whether the template does anything with tools."""
+            self._template = language.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
                 f"the chat template ({origin}) is broken at line {error.lineno}: {error.message}; "
@@ -76,25 +81,36 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         enable_thinking: bool | None = None,
+        reasoning_effort: ReasoningEffort | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write the messages as one prompt.
+        """Write the messages as one prompt. `tools` are OpenAI's tool objects.
+
+        An effort of off turns thinking off; any other turns it on and is itself given to the
+        template.
 
         Raises:
             RequestError: no messages, the template refuses them (with its own words) or cannot
-                be run on them, or `extra` contradicts another argument.
+                be run on them, takes no tools, or `extra` contradicts another argument.
         """
         if not messages:
             raise RequestError("the request has no messages: add one with add_message()")
-        variables = self._variables(enable_thinking, extra or {})
+        if tools and not self.takes_tools:
+            raise RequestError(
+                f"the chat template ({self.origin}) does not use tools, so the model would not "
+                "hear of them: give a template that does with with_chat_template(), or describe "
+                "them in a message"
+            )
+        variables = self._variables(enable_thinking, reasoning_effort, extra or {})
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
+                messages=self._with_calls(messages),
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 **variables,
             )
-        except _RefusedError as refusal:
+        except RefusedError as refusal:
             raise RequestError(
                 f"the chat template ({self.origin}) refused the messages: {refusal}"
             ) from refusal
@@ -104,20 +120,57 @@ class ChatTemplate:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _variables(self, enable_thinking: bool | None, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_calls(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        if not any(message.get("tool_calls") for message in messages):
+            return [dict(message) for message in messages]
+        if self._call_shape is None:
+            self._warn_once("tool_calls", "tool_calls of messages")
+        return (self._call_shape or CallShape()).apply(messages)
+
+    @functools.cached_property
+    def _call_shape(self) -> CallShape | None:
+        """How past calls are to be given; None if the template shows none."""
+
+        def render(messages: list[dict[str, Any]]) -> str | None:
+            try:
+                return self._template.render(
+                    messages=messages, add_generation_prompt=False, tools=None, **self._tokens
+                )
+            except Exception:  # a template is a program: it may fail in any way
+                return None
+
+        return find_call_shape(render)
+
+    def _variables(
+        self,
+        enable_thinking: bool | None,
+        effort: ReasoningEffort | None,
+        extra: Mapping[str, Any],
+    ) -> dict[str, Any]:
         reserved = sorted(_RESERVED & extra.keys())
         if reserved:
             raise RequestError(
                 f"chat template kwarg {reserved[0]!r} is set by the request itself: leave it out"
             )
-        chosen = dict(extra)
+        asked: dict[str, Any] = {}
         if enable_thinking is not None:
-            if chosen.get("enable_thinking", enable_thinking) != enable_thinking:
+            asked["enable_thinking"] = enable_thinking
+        elif effort is not None and "enable_thinking" not in extra:
+            thinks = effort is not ReasoningEffort.OFF
+            if not thinks or "enable_thinking" in self.variables:
+                asked["enable_thinking"] = thinks
+        # a template that only turns thinking on and off has heard all it can take
+        if effort not in (None, ReasoningEffort.OFF) and (
+            "reasoning_effort" in self.variables or "enable_thinking" not in self.variables
+        ):
+            asked["reasoning_effort"] = str(effort)
+        for name, value in asked.items():
+            if extra.get(name, value) != value:
                 raise RequestError(
-                    f"enable_thinking({enable_thinking}) contradicts the chat template kwarg "
-                    f"enable_thinking={chosen['enable_thinking']!r}: set one of them"
+                    f"{name} ({value}) contradicts the chat template kwarg "
+                    f"{name}={extra[name]!r}: set one of them"
                 )
-            chosen["enable_thinking"] = enable_thinking
+        chosen = {**extra, **asked}
         self._warn_unused(chosen)
         today = datetime.date.today().strftime("%d %b %Y")
         return {**self._tokens, "date_string": today, **chosen}
@@ -126,11 +179,14 @@ class ChatTemplate:
         for name, value in chosen.items():
             # not thinking is what a template without the switch does anyway
             moot = name == "enable_thinking" and not value
-            known = name in self.variables or name in self._warned
-            if known or moot or len(self._warned) >= _MOST_WARNINGS:
-                continue
-            self._warned.add(name)
-            logger.warning("the chat template (%s) does not use %s: no effect", self.origin, name)
+            if name not in self.variables and not moot:
+                self._warn_once(name, name)
+
+    def _warn_once(self, key: str, what: str) -> None:
+        if key in self._warned or len(self._warned) >= _MOST_WARNINGS:
+            return
+        self._warned.add(key)
+        logger.warning("the chat template (%s) does not use %s: no effect", self.origin, what)
 
 
 class PromptEncoder:
@@ -159,6 +215,10 @@ class PromptEncoder:
         self._bos_to_add = self._bos if adds_bos else None
         if adds_bos and self._bos_to_add is None:
             raise ModelLoadError(f"bos_token ({bos_token!r}) is not in the tokenizer's vocabulary")
+        self.added_tokens = {
+            token.content: id for id, token in tokenizer.get_added_tokens_decoder().items()
+        }
+        """The ids of tokens that were added to the vocabulary, special or not, by their text."""
         self._warned_bos = False
         self._control = _control_literals(tokenizer)
         sizes: dict[str, set[int]] = {}
@@ -199,25 +259,10 @@ class PromptEncoder:
             return [ids[0], *ids[1 - count :]]
         return list(ids[-count:])
 
-    def holds_control_text(self, messages: Sequence[Message]) -> bool:
-        """Whether a message spells a control token: shielding it takes a while the first time."""
-        return self._shield(list(messages)) != list(messages)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        enable_thinking: bool | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Render the messages and encode the result; see `render_chat`."""
-        return self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            enable_thinking=enable_thinking,
-            extra=extra,
-        )[1]
+    def holds_control_text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
+        """Whether one spells a control token: shielding it takes a while the first time."""
+        texts = [*messages, *(tool.to_dict() for tool in tools)]
+        return self._shield(texts) != texts
 
     def render_chat(
         self,
@@ -225,33 +270,38 @@ class PromptEncoder:
         *,
         add_generation_prompt: bool = True,
         enable_thinking: bool | None = None,
+        reasoning_effort: ReasoningEffort | None = None,
+        tools: Sequence[Tool] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
-        """Return what the template makes of the messages, as text and as ids.
+        """Return what the template makes of the messages and tools, as text and as ids.
 
         The ids get a BOS in front if the tokenizer adds one and the template did not write it.
-        Literals of control tokens inside the messages are encoded as plain text.
+        Literals of control tokens inside messages and tools are encoded as plain text.
 
         Raises:
-            RequestError: the model has no template, or the template refuses the messages.
+            RequestError: the model has no template, or the template refuses the messages or has
+                no place for tools.
         """
         if self.template is None:
             raise RequestError(
                 "the model has no chat template: give one with with_chat_template(), or send the "
                 "prompt as a text completion"
             )
-        plain = [dict(message) for message in messages]
+        plain = [*map(dict, messages)], [tool.to_dict() for tool in tools]
         shielded = self._shield(plain)
         text = self.template.render(
-            shielded,
+            shielded[0],
             add_generation_prompt=add_generation_prompt,
             enable_thinking=enable_thinking,
+            reasoning_effort=reasoning_effort,
+            tools=shielded[1],
             extra=extra,
         )
         if shielded == plain:
             ids = _encode(self._tokenizer, text, add_special_tokens=False)
         else:
-            self._refuse_stand_ins(plain)
+            self._refuse_stand_ins([*plain[0], *plain[1]])
             ids = _encode(self._shield_tokenizer, text, add_special_tokens=False)
             text = text.translate({ord(new): old for old, new in self._stand_ins.items()})
         return text, self._with_bos(ids)
@@ -328,69 +378,3 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> lis
 def _control_literals(tokenizer: Tokenizer) -> frozenset[str]:
     added = tokenizer.get_added_tokens_decoder().values()
     return frozenset(token.content for token in added if token.special and token.content)
-
-
-class _RefusedError(jinja2.TemplateError):
-    """The template called raise_exception."""
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Accept `{% generation %}`, which marks what to train on, and print what it encloses."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _require_known_names(
-    tree: jinja2.nodes.Template, environment: jinja2.sandbox.SandboxedEnvironment
-) -> None:
-    """Find unknown filters and tests now; Jinja itself looks into branches only when they run."""
-    kinds: tuple[tuple[str, type[Any], Mapping[str, Callable[..., Any]]], ...] = (
-        ("filter", jinja2.nodes.Filter, environment.filters),
-        ("test", jinja2.nodes.Test, environment.tests),
-    )
-    for kind, node_type, known in kinds:
-        for node in tree.find_all(node_type):
-            if node.name not in known:
-                raise jinja2.TemplateSyntaxError(f"there is no {kind} {node.name!r}", node.lineno)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON; Jinja's own filter would escape it for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise _RefusedError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)

@@ -109,6 +109,47 @@ class ToolChoice:
         """Only these tools may (or, required, one of them must) be called."""
         return cls(mode, tuple(t.name if isinstance(t, Tool) else t for t in tools))
 
+    @classmethod
+    def from_dict(cls, data: Any) -> ToolChoice:
+        """Read OpenAI's `tool_choice`, of chat completions or of responses.
+
+        "none", "auto" or "required"; `{"type": "function", "function": {"name": ...}}`;
+        `{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`. What is inside
+        the inner object may as well stand beside `type`.
+
+        Raises:
+            RequestError: it is none of these.
+        """
+        if isinstance(data, ToolChoice):
+            return data
+        if data in ("none", "auto", "required"):
+            return cls(data)
+        kind = data.get("type") if isinstance(data, Mapping) else None
+        if kind == "function":
+            return cls.named(_name_in(data))
+        if kind == "allowed_tools":
+            inner = data.get("allowed_tools", data)
+            inner = inner if isinstance(inner, Mapping) else {}
+            mode, tools = inner.get("mode", "auto"), inner.get("tools")
+            if mode in ("auto", "required") and isinstance(tools, list) and tools:
+                return cls.allowed_tools([_name_in(tool) for tool in tools], mode)
+        raise RequestError(
+            f'tool_choice {data!r:.120} must be "none", "auto", "required", '
+            '{"type": "function", "function": {"name": ...}} or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+        )
+
+
+def _name_in(data: Any) -> str:
+    inner = data.get("function", data) if isinstance(data, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f'{data!r:.80} in tool_choice must be {{"type": "function", '
+            '"function": {"name": ...}}'
+        )
+    return name
+
 
 ToolChoice.NONE = ToolChoice("none")
 ToolChoice.AUTO = ToolChoice("auto")
@@ -134,6 +175,24 @@ class ToolCallResponse:
     """Unique; the tool's message names it as `tool_call_id`."""
     function: CalledFunction
     type: Literal["function"] = "function"
+
+    @classmethod
+    def from_dict(cls, data: Any, *, index: int = 0) -> ToolCallResponse:
+        """Read OpenAI's entry of `tool_calls`; `index` counts if it holds none.
+
+        Raises:
+            RequestError: it has no id, name or arguments.
+        """
+        function = data.get("function") if isinstance(data, Mapping) else None
+        if isinstance(function, Mapping):
+            id, name, arguments = data.get("id"), function.get("name"), function.get("arguments")
+            if isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str):
+                place = data.get("index", index)
+                return cls(index=place, id=id, function=CalledFunction(name, arguments))
+        raise RequestError(
+            f'tool call {data!r:.80} must be {{"id": ..., "type": "function", "function": '
+            '{"name": ..., "arguments": "..."}}'
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's entry of `tool_calls`, the index beside it as in a delta."""

@@ -27,6 +27,12 @@ _POOL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 """The flags that shape the pool of KV blocks: the method of its builder, and what it takes."""
 
+_LORA_LIMITS = {
+    "max_adapters": "most adapters at once (16)",
+    "max_rank": "highest rank (256)",
+    "max_bytes": "most memory of all adapters (8 GiB)",
+}
+
 
 def add_model_flags(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
     """Add the flags of every command that loads a model; `max_seqs` is the command's default."""
@@ -53,6 +59,17 @@ def add_model_flags(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
         action="store_true",
         help="log tokens per second and what runs and waits, every few seconds",
     )
+    lora = parser.add_argument_group("LoRA adapters")
+    lora.add_argument("--enable-lora", action="store_true", help="take adapters while it runs")
+    lora.add_argument(
+        "--lora",
+        dest="with_lora_adapters",
+        action="append",
+        metavar="ALIAS=SOURCE",
+        help="load this adapter, a folder or a Hugging Face id; may be repeated",
+    )
+    for name, what in _LORA_LIMITS.items():
+        lora.add_argument(f"--lora-{name.replace('_', '-')}", type=int, metavar="N", help=what)
     paged = parser.add_argument_group("paged KV cache")
     paged.add_argument(
         "--paged-attn",
@@ -75,6 +92,9 @@ def builder_from(args: argparse.Namespace) -> ModelBuilder:
     # one sequence at first: the token budget may then be set to any size, and is checked
     # against the real number of sequences afterwards
     builder = ModelBuilder(model_place(args.model_id)).with_max_num_seqs(1)
+    limits = {name: getattr(args, f"lora_{name}") for name in _LORA_LIMITS}
+    if args.enable_lora or any(limit is not None for limit in limits.values()):
+        builder = builder.with_lora(**limits)
     for method, value in vars(args).items():
         if method.startswith(("with_", "from_hf_")) and value is not None:
             builder = getattr(builder, method)(value)

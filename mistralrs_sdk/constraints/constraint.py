@@ -19,6 +19,16 @@ class Constraint:
 
     Two constraints are equal if they say the same; a JSON schema is kept as its JSON text.
 
+    What cannot be enforced to the letter is a RequestError when the request is sent; in a JSON
+    schema it names the JSON pointer and keyword (`not`, `if`, `uniqueItems`, unknown keywords and
+    formats ...). Properties come in the schema's order. Between the tokens of JSON stand at most
+    one space, or one line break with its indentation.
+
+    An answer ends where it matches: by an end token of the model, or by itself once nothing could
+    be added, which counts as a token too. So a finish_reason of "stop" means that all of the text
+    matches; with `ignore_eos` only the second way is left. Stop strings, and stop ids that are not
+    the model's own, are refused beside a constraint.
+
     Raises:
         RequestError: the value has the wrong type, is empty, or is not JSON.
     """

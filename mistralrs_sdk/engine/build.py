@@ -24,6 +24,7 @@ from mistralrs_sdk.config import (
     Progress,
 )
 from mistralrs_sdk.cpu_threads import use_threads
+from mistralrs_sdk.engine.adapters import AdapterRegistry
 from mistralrs_sdk.engine.block_pool import BlockPool
 from mistralrs_sdk.engine.default_scheduler import DefaultScheduler
 from mistralrs_sdk.engine.engine import Engine
@@ -37,7 +38,8 @@ from mistralrs_sdk.engine.model_runner import ModelRunner
 from mistralrs_sdk.engine.pool_size import KNOBS
 from mistralrs_sdk.engine.scheduler import Scheduler, SchedulerConfig
 from mistralrs_sdk.engine.settle import TORCH_DTYPES, Settled, settle
-from mistralrs_sdk.errors import ModelLoadError
+from mistralrs_sdk.errors import AdapterError, ModelLoadError
+from mistralrs_sdk.layers.lora import LoraLayers
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.forms import (
     Form,
@@ -102,13 +104,15 @@ def build_engine(
     checkpoint: Checkpoint,
     config: EngineConfig,
     *,
+    adapters: AdapterRegistry | None = None,
     progress: Progress | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[Engine, EngineInfo]:
     """Load the weights and set up cache, scheduler and runner.
 
-    Call it on the thread that will step the engine: it sets the number of CPU threads, and the
-    CPUs they are pinned to if that is wanted, for the calling thread and those it starts.
+    `adapters` gets those that `config` names, before the weights are read; without it the model
+    takes none. Call it on the thread that will step the engine: it sets the number of CPU threads,
+    and the CPUs they are pinned to if that is wanted, for the calling thread and those it starts.
 
     Raises:
         ConfigError: a setting does not suit this model or this machine.
@@ -120,9 +124,10 @@ def build_engine(
     origins["num_threads"], origins["cpu_affinity"] = threads.origin, threads.pinned_by
     # For this thread, and for threads the process starts later: torch keeps one number for those.
     torch.set_num_threads(threads.num_threads)
-    config = attrs.evolve(config, num_threads=threads.num_threads)
+    config = attrs.evolve(config, num_threads=threads.num_threads, lora_runtime_config=config.lora)
     settled = settle(checkpoint, config, origins)
     device, dtype = settled.device, settled.dtype
+    lora = None if adapters is None else _load_adapters(adapters, settled)
     importance = None if config.imatrix is None else importance_of(checkpoint, config.imatrix)
     model = load_model(
         checkpoint,
@@ -142,6 +147,7 @@ def build_engine(
         backend=backend,
         device=device,
         block_size=settled.plan.block_size,
+        lora=lora,
     )
     info = EngineInfo(
         config=resolved,
@@ -241,6 +247,30 @@ def _choose_cache(
     )
     backend = CpuBackend if settled.paged_backend == "CpuBackend" else SdpaBackend
     return resolved, scheduler, backend(cache)
+
+
+def _load_adapters(adapters: AdapterRegistry, settled: Settled) -> LoraLayers | None:
+    """Load what the settings name; None if the model is to take no adapters."""
+    if settled.config.lora is None:
+        return None
+    packed = settled.packing == "native"
+    layers = LoraLayers(settled.model, packed=packed, dtype=settled.dtype, device=settled.device)
+    adapters.serve(layers)
+    for spec in settled.config.lora_adapters:
+        try:
+            adapters.load(spec)
+        except AdapterError as error:
+            raise ModelLoadError(str(error)) from error
+    plan, taken = settled.plan, adapters.status().resident_bytes
+    planned = plan.weight_bytes + plan.activation_bytes
+    planned += plan.kv_bytes if plan.cache == "paged" else 0
+    if taken and planned + taken > plan.free_bytes:
+        raise ModelLoadError(
+            f"the adapters take {taken / 2**20:.0f} MiB beside {planned / 2**30:.2f} GiB for the "
+            f"model and its KV cache, and {plan.free_bytes / 2**30:.2f} GiB were free: load fewer, "
+            f"or lower the cache with {KNOBS}"
+        )
+    return layers
 
 
 def _scheduler_config(config: EngineConfig) -> SchedulerConfig:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, Protocol
 
-from mistralrs_sdk.engine.prefix_cache import root_hash
+from mistralrs_sdk.engine.prefix_cache import identity_of, root_hash
 from mistralrs_sdk.engine.request import FinishReason
 from mistralrs_sdk.engine.scheduler import (
     Scheduled,
@@ -81,8 +81,8 @@ class DefaultScheduler:
         return 0 if self._prefixes is None else self._prefixes.num_evictions
 
     def add(self, sequence: Sequence) -> None:
-        salt = sequence.request.cache_salt
-        sequence.root = self._root if salt is None else root_hash(**self._identity, salt=salt)
+        own = identity_of(sequence.request)
+        sequence.root = root_hash(**self._identity, **own) if own else self._root
         self.waiting.append(sequence)
 
     def end(

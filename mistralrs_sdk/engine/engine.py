@@ -124,20 +124,21 @@ class Engine:
         for sequence in output.rejected:
             self._metrics.rejected(sequence.id, OVER_TOTAL_CAPACITY)
             self._forget(sequence)
-            outputs.append(_output(sequence, (), now=now))
+            outputs.append(_output(sequence, None, now=now))
         for item, drawn in zip(output.scheduled, sampled, strict=True):
             if drawn is not None and drawn.error is not None:
                 self.scheduler.end([item.sequence], "error", drawn.error)
         drew = [None if d is None or d.error else d for d in sampled]
+        lengths = [len(item.sequence) for item in output.scheduled]
         self.scheduler.update(output, [None if d is None else d.token_id for d in drew])
-        for item, drawn in zip(output.scheduled, drew, strict=True):
+        for item, drawn, before in zip(output.scheduled, drew, lengths, strict=True):
             sequence = item.sequence
             if drawn is not None:
                 first = sequence.first_token_at is None
                 self._metrics.token(sequence.id, now=now, first=first)
-                outputs.append(_output(sequence, (drawn,), now=now))
+                outputs.append(_output(sequence, drawn, now=now, before=before))
             elif sequence.status is Status.FINISHED:
-                outputs.append(_output(sequence, (), now=now))
+                outputs.append(_output(sequence, None, now=now))
             if sequence.finish_reason is not None:
                 self._metrics.completed(sequence.id, sequence.finish_reason)
                 self._forget(sequence)
@@ -161,13 +162,15 @@ class Engine:
         """Report a sequence that was ended between two steps."""
         self._metrics.completed(sequence.id, reason)
         self._forget(sequence)
-        return _output(sequence, (), now=now)
+        return _output(sequence, None, now=now)
 
     def _forget(self, sequence: EngineSequence) -> None:
         siblings = self._open[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
             del self._open[sequence.request.id]
+            if sequence.request.adapter is not None:
+                sequence.request.adapter.release()
 
     def metrics(self) -> EngineMetrics:
         """Return what runs right now and what was counted since the engine was made."""
@@ -208,20 +211,22 @@ def _lengths(scheduled: Sequence[Scheduled]) -> str:
 
 
 def _output(
-    sequence: EngineSequence, drawn: Sequence[SampledToken], *, now: float
+    sequence: EngineSequence, drawn: SampledToken | None, *, now: float, before: int = 0
 ) -> RequestOutput:
-    if drawn and sequence.first_token_at is None:
+    """What a sequence has to report; if it drew a token, all from index `before` on are new."""
+    if drawn is not None and sequence.first_token_at is None:
         sequence.first_token_at = now
     started = sequence.scheduled_at if sequence.scheduled_at is not None else now
     first = sequence.first_token_at if sequence.first_token_at is not None else now
     return RequestOutput(
         request_id=sequence.request.id,
         choice=sequence.choice,
-        token_ids=tuple(d.token_id for d in drawn),
-        logprobs=tuple(d.logprobs for d in drawn if d.logprobs is not None),
+        token_ids=() if drawn is None else tuple(sequence.tokens[before:]),
+        logprobs=() if drawn is None or drawn.logprobs is None else (drawn.logprobs,),
         finish_reason=sequence.finish_reason,
         error=sequence.error,
         cached_tokens=sequence.cached_tokens or 0,
         prompt_time=first - started,
         completion_time=now - first,
+        prompt_logits=None if drawn is None else drawn.prompt_logits,
     )

@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from mistralrs_sdk.engine.request import Request
 from mistralrs_sdk.engine.sequence import Sequence as EngineSequence
 
 
@@ -16,6 +17,16 @@ def root_hash(**identity: str | int) -> bytes:
     """
     fields = sorted(identity.items())
     return hashlib.sha256(repr(fields).encode()).digest()
+
+
+def identity_of(request: Request) -> dict[str, str]:
+    """What a request adds to the identity of its model: its cache salt, its adapter's weights."""
+    own: dict[str, str] = {}
+    if request.cache_salt is not None:
+        own["salt"] = request.cache_salt
+    if request.adapter is not None:
+        own["adapter"] = request.adapter.generation
+    return own
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from mistralrs_sdk.engine.changed_rows import change_rows
 from mistralrs_sdk.engine.request import LOWEST_LOGPROB, SampledToken, TokenLogprobs
 from mistralrs_sdk.kernels import elementwise, sampling
 from mistralrs_sdk.kernels.sampling import Amounts, Draw
 from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams
+
+if TYPE_CHECKING:
+    from mistralrs_sdk.constraints.matcher import Matcher
 
 DRY_MATCH_CAP = 50
 """Longest repetition DRY looks for."""
@@ -44,7 +49,16 @@ class SamplerRow:
     prompt_ids: Sequence[int]
     output_ids: list[int] = attrs.field(converter=list)
     dry_breakers: frozenset[int] = frozenset()
+    matcher: Matcher | None = None
+    """Of a constrained sequence, in step with its output; only read here."""
+    processors: tuple[Callable[[Any, Sequence[int]], Any], ...] = ()
+    """Each gets the row and all ids so far, and returns the row to go on with."""
     _drawing: _Drawing | None = attrs.field(default=None, init=False, eq=False, repr=False)
+
+    @property
+    def reports(self) -> bool:
+        """Whether log probabilities are wanted."""
+        return self.sampling.return_logprobs or self.sampling.top_n_logprobs > 0
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Be about the token that follows `tokens`, prompt and output: more than there were."""
@@ -56,36 +70,44 @@ class SamplerRow:
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[SampledToken]:
     """Choose one token per row.
 
-    logits is [rows, vocab] in float32 and is left as it was. The order is DRY, frequency and
-    presence penalty, repetition penalty, logits bias, temperature, top-k, top-p of the mass top-k
-    left, min-p, one draw; a greedy row takes the largest logit after the bias, the lowest id among
-    equals. Log probabilities are those of the untouched logits. A row whose logits hold NaN or
-    +inf, or exclude every token, gets an error; the others are not affected.
+    logits is [rows, vocab] in float32; rows with processors or a constraint are overwritten, the
+    others left as they were. The order is DRY, frequency and presence penalty, repetition penalty,
+    logits bias, logits processors, constraint, temperature, top-k, top-p of the mass top-k left,
+    min-p, one draw; a greedy row takes the largest logit before the temperature, the lowest id
+    among equals. Log probabilities are those of the untouched logits. A row whose logits hold NaN
+    or +inf, or exclude every token, or whose processor or constraint fails, gets an error; the
+    others are not affected.
 
     Costs one host sync, one more if a row wants log probabilities, and one more in the rare case
     that a row's top-k or top-p reaches past the tokens ranked at first.
     """
-    assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} rows"
     if not rows:
         return []
-    if logits.device.type == "mps":
-        logits = logits.cpu()  # the draw needs float64, which MPS lacks; its memory is shared
-    if logits.dtype is not torch.float32:
-        logits = logits.float()
     native = elementwise.usable(logits)
+    if not native:
+        if logits.device.type == "mps":
+            logits = logits.cpu()  # the draw needs float64, which MPS lacks; its memory is shared
+        logits = logits.float()
+        native = elementwise.usable(logits)
+        assert native or len(logits) == len(rows), f"{len(logits)} rows of logits for {len(rows)}"
     draws = [_draw(row) for row in rows]
+    changed = [i for i, row in enumerate(rows) if row.matcher is not None or row.processors]
+    raw = {i: logits[i].clone() for i in changed if rows[i].reports}
+    errors = change_rows(logits, rows, lines=changed, draws=draws) if changed else {}
     tokens, peaks = (sampling.draw if native else sampling.draw_reference)(logits, draws)
-    errors = [_complaint(peak) for peak in peaks]
-    wanted = [
-        i
-        for i, row in enumerate(rows)
-        if (row.sampling.return_logprobs or row.sampling.top_n_logprobs) and errors[i] is None
+    drawn = [
+        SampledToken(token) if math.isfinite(peak) else SampledToken(-1, error=_complaint(peak))
+        for token, peak in zip(tokens, peaks, strict=True)
     ]
-    reported = _logprobs(logits, wanted, rows=rows, tokens=tokens, native=native) if wanted else {}
-    return [
-        SampledToken(-1 if errors[i] else tokens[i], logprobs=reported.get(i), error=errors[i])
-        for i in range(len(rows))
-    ]
+    for i, error in errors.items():
+        drawn[i] = SampledToken(-1, error=error)
+    if raw:
+        _put_back(logits, raw)
+    wanted = [i for i, row in enumerate(rows) if row.reports and drawn[i].error is None]
+    if wanted:
+        for i, logprobs in _logprobs(logits, wanted, rows=rows, tokens=tokens, native=native):
+            drawn[i] = attrs.evolve(drawn[i], logprobs=logprobs)
+    return drawn
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -127,10 +149,15 @@ def dry_penalties(
     }
 
 
-def _complaint(peak: float) -> str | None:
-    """Why a row with this largest logit has no token, None if it has."""
-    if math.isfinite(peak):
-        return None
+@torch.inference_mode()
+def _put_back(logits: Tensor, raw: Mapping[int, Tensor]) -> None:
+    """Undo what was done to these rows: their log probabilities are of the model's own logits."""
+    for i, row in raw.items():
+        logits[i] = row
+
+
+def _complaint(peak: float) -> str:
+    """Why a row with this largest logit has no token."""
     if peak == -math.inf:
         return "no token can be chosen: every logit is -inf"
     return f"the model's logits hold {peak}: its weights or their number format overflow"
@@ -247,18 +274,16 @@ def _logprobs(
     rows: Sequence[SamplerRow],
     tokens: Sequence[int],
     native: bool,
-) -> dict[int, TokenLogprobs]:
-    """What the rows of these numbers report about their tokens."""
+) -> Iterator[tuple[int, TokenLogprobs]]:
+    """The rows of these numbers, and what each reports about its token."""
     top_n = [rows[i].sampling.top_n_logprobs for i in lines]
     width = min(max(top_n), logits.shape[1])
     chosen = [tokens[i] for i in lines]
     reported = (sampling.logprobs if native else sampling.logprobs_reference)(
         logits, lines, tokens=chosen, top=width, lowest=LOWEST_LOGPROB
     )
-    found = {}
     for line, token, n, values in zip(lines, chosen, top_n, reported, strict=True):
         n = min(n, width)
         ids = map(int, values[1 + width : 1 + width + n])
         top = tuple(zip(ids, values[1 : 1 + n], strict=True))
-        found[line] = TokenLogprobs(token_id=token, logprob=values[0], top=top)
-    return found
+        yield line, TokenLogprobs(token_id=token, logprob=values[0], top=top)

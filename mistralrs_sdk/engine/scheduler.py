@@ -10,7 +10,7 @@ from operator import attrgetter
 import attrs
 
 from mistralrs_sdk.engine.block_pool import BlockPool
-from mistralrs_sdk.engine.prefix_cache import extend_block_hashes, root_hash
+from mistralrs_sdk.engine.prefix_cache import extend_block_hashes, identity_of, root_hash
 from mistralrs_sdk.engine.prompt_batch import BatchRules, choose_decodes, choose_prompts
 from mistralrs_sdk.engine.request import FinishReason
 from mistralrs_sdk.engine.sequence import Sequence, Status
@@ -93,11 +93,12 @@ _rank = attrgetter("rank")
 class Scheduler:
     """Continuous batching over a block pool.
 
-    Each pass is a decode pass (one token for every running sequence) or a prefill pass (chunks of
-    prompts, with the running decodes riding along). Sequences are admitted by priority, then in
-    order; only where the front must wait, for blocks or for a prefix that a running prompt is
-    about to leave, may a few others go before it. Who runs out of blocks preempts the youngest,
-    which goes back to its place in the queue and recomputes what the prefix cache has lost.
+    Each pass is a decode pass (one token for every running sequence, more where a constraint has
+    forced the next ones) or a prefill pass (chunks of prompts, with the running decodes riding
+    along). Sequences are admitted by priority, then in order; only where the front must wait, for
+    blocks or for a prefix that a running prompt is about to leave, may a few others go before it.
+    Who runs out of blocks preempts the youngest, which goes back to its place in the queue and
+    recomputes what the prefix cache has lost.
 
     `identity` names what besides the tokens decides keys and values, the model for one: prefixes
     are shared only under the same identity.
@@ -108,6 +109,8 @@ class Scheduler:
         self.pool = pool
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
+        self._forces = not config.rules.uniform_decodes
+        """Whether a decode may compute more tokens than the others beside it."""
         self._identity = identity
         self._root = root_hash(**identity)
         self._computing: dict[bytes, int] = {}
@@ -132,8 +135,8 @@ class Scheduler:
         return self.pool.num_evictions
 
     def add(self, sequence: Sequence) -> None:
-        salt = sequence.request.cache_salt
-        sequence.root = self._root if salt is None else root_hash(**self._identity, salt=salt)
+        own = identity_of(sequence.request)
+        sequence.root = root_hash(**self._identity, **own) if own else self._root
         self.waiting.append(sequence)
 
     def end(
@@ -177,6 +180,8 @@ class Scheduler:
             if token is not None:
                 sequence.status = decode
                 sequence.append(token, max_model_len=limit)
+                if sequence.matcher is not None and sequence.status is decode and self._forces:
+                    sequence.append_forced(max_model_len=limit)
                 if sequence.status is finished:
                     self._leave(sequence)
 
@@ -215,6 +220,8 @@ class Scheduler:
         decoding = self._num_decoding()
         if not decoding:
             return False
+        if decoding == len(self.running) and not self.waiting:
+            return True
         steps = self._decode_steps_since_prefill
         prompts = [s for s in self.running if s.status is Status.PREFILL]
         pending = sum(s.num_uncomputed_tokens for s in prompts)
@@ -228,8 +235,6 @@ class Scheduler:
             and steps > 0
         ):
             return False  # somebody new fits: one decode turn was enough
-        if not prompts and not self.waiting:
-            return True
         return steps < self.config.max_decode_steps_before_prefill
 
     # Prefill passes
@@ -239,9 +244,8 @@ class Scheduler:
         if not candidates:
             return []
         riders = self._riders()
-        budget = min(
-            self.config.prefill_token_budget, self.config.max_num_batched_tokens - len(riders)
-        )
+        spare = self.config.max_num_batched_tokens - sum(item.num_tokens for item in riders)
+        budget = min(self.config.prefill_token_budget, spare)
         # Start where the last prefill pass left off, so that nobody is passed over for ever.
         ids = [s.id for s in candidates]
         start = ids.index(self._next_prompt_id) if self._next_prompt_id in ids else 0
@@ -366,7 +370,7 @@ class Scheduler:
         return self.config.prefix_caching and request.use_prefix_cache and not request.raw_logits
 
     def _riders(self) -> list[Scheduled]:
-        """Return the decodes that join a prefill pass, one token each; they leave it one token."""
+        """Return the decodes that join a prefill pass; they leave it one token at least."""
         if not self.config.mixed_batches:
             return []
         decoders = choose_decodes(self._decoders(), rules=self.config.rules)
@@ -403,12 +407,20 @@ class Scheduler:
 
     def _rotate(self, ready: list[Sequence], *, limit: int) -> list[Scheduled]:
         """Take up to `limit` decodes in turn, so that a small budget starves nobody."""
-        if len(ready) <= limit:
-            return [Scheduled(s, 1) for s in ready]
-        start = self._decode_cursor % len(ready)
-        chosen = (ready[start:] + ready[:start])[:limit]
-        self._decode_cursor = (start + limit) % len(ready)
-        return [Scheduled(s, 1) for s in chosen]
+        chosen = ready
+        if len(ready) > limit:
+            start = self._decode_cursor % len(ready)
+            chosen = (ready[start:] + ready[:start])[:limit]
+            self._decode_cursor = (start + limit) % len(ready)
+        spare = limit - len(chosen)
+        scheduled = []
+        for sequence in chosen:
+            count = 1
+            if sequence.matcher is not None:  # else nothing is known beyond the token drawn last
+                count += min(sequence.num_uncomputed_tokens - 1, spare)
+                spare -= count - 1
+            scheduled.append(Scheduled(sequence, count))
+        return scheduled
 
     def _grow(self, sequence: Sequence) -> bool:
         """Own a block for every token of the sequence."""

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import attrs
 
 from mistralrs_sdk.engine.request import FinishReason, Request
+
+if TYPE_CHECKING:  # they need torch and llguidance, which a scheduler does without
+    from mistralrs_sdk.constraints.matcher import Matcher
+    from mistralrs_sdk.engine.sampler import SamplerRow
+
+
+LEAST_FORCED = 2
+"""Known tokens that are worth a step of more than one token; single ones are drawn as usual."""
 
 
 class Status(enum.Enum):
@@ -54,6 +63,10 @@ class Sequence:
     """The order in which sequences are served: priority, then arrival."""
     scheduled_at: float | None = None
     first_token_at: float | None = None
+    sampler_row: SamplerRow | None = None
+    """What the sampler keeps of it from step to step."""
+    matcher: Matcher | None = None
+    """What its constraint lets come next, in step with `tokens`; preemption does not change it."""
 
     def __attrs_post_init__(self) -> None:
         self.rank = (self.request.priority, self.id)
@@ -68,6 +81,7 @@ class Sequence:
             choice=choice,
             tokens=list(request.prompt_ids),
             arrived_at=arrived_at,
+            matcher=None if request.constraint is None else request.constraint.matcher(),
         )
 
     def __len__(self) -> int:
@@ -97,9 +111,38 @@ class Sequence:
         if token in self.request.stop_ids:
             self.finish("stop")
             return
+        if self.matcher is not None:
+            self._follow(self.matcher, token)
+            if self.status is Status.FINISHED:
+                return
         longest = len(self.request.prompt_ids) + self.request.max_tokens
         if len(self.tokens) >= min(longest, max_model_len):
             self.finish("length")
+
+    def append_forced(self, *, max_model_len: int) -> None:
+        """Take the tokens that its constraint leaves no choice about; they are computed together.
+
+        Not where something wants to see how likely, or to change how likely, each of them is.
+        """
+        request = self.request
+        reports = request.sampling.return_logprobs or request.sampling.top_n_logprobs > 0
+        if self.matcher is None or reports or request.logits_processors:
+            return
+        forced = self.matcher.forced()
+        if len(forced) < LEAST_FORCED:
+            return
+        for token in forced:
+            self.append(token, max_model_len=max_model_len)
+            if self.status is Status.FINISHED:
+                return
+
+    def _follow(self, matcher: Matcher, token: int) -> None:
+        """Move the constraint on, and finish if nothing more may come or something went wrong."""
+        if not matcher.advance(token):
+            self.finish("error", f"its constraint cannot go on: {matcher.error}")
+        elif matcher.is_complete:
+            self.tokens.append(matcher.eos_ids[0])  # the only one left: no need to compute it
+            self.finish("stop")
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         self.status = Status.FINISHED

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mistralrs_sdk.attention.backend import AttentionBackend, Batch
+from mistralrs_sdk.attention.backend import AttentionBackend, Batch, BatchLists
 from mistralrs_sdk.kernels.tape import Arena, ReplayError, Tape, record
 
 logger = logging.getLogger("mistralrs_sdk.engine")
@@ -36,26 +37,32 @@ class StepTapes:
         self._backend = backend
         self._arena = Arena()
         self._steps: dict[int, _Step] = {}
+        """By the number of sequences, negative with adapters."""
         self._num_threads = 0  # what the steps were recorded with: it is an argument of their calls
 
-    def run(self, batch: Batch) -> Tensor | None:
+    def run(self, lists: BatchLists, *, adapted: bool = False) -> Tensor | None:
         """Plan and run a decode step; None if it is not one that can be replayed, and nothing ran.
+
+        With `adapted` the model also makes the calls for adapters, whichever they are in the step.
 
         Returns the logits, as the model does; they are good until the next call. A replay in which
         a kernel fails returns None too: the step run by itself raises what the kernel found.
         """
-        size = len(batch.seq_lens)
-        if not (0 < size <= MAX_ROWS and len(batch.input_ids) == size == len(batch.logits_indices)):
+        size = len(lists.seq_lens)
+        if not 0 < size <= MAX_ROWS:
+            return None
+        if len(lists.input_ids) != size or len(lists.logits_indices) != size:
             return None
         if self._num_threads != torch.get_num_threads():
             self.clear()
             self._num_threads = torch.get_num_threads()
-        step = self._steps.get(size)
+        key = -size if adapted else size
+        step = self._steps.get(key)
         if step is None:
-            step = self._steps[size] = _Step(size)
+            step = self._steps[key] = _Step(size)
         if step.tape is None and step.attempts >= ATTEMPTS:
             return None
-        static = step.fill(batch)
+        static = step.fill(lists)
         self._backend.plan(static, graph_size=size)
         if step.tape is None:
             return self._record(step, static)
@@ -88,18 +95,24 @@ class _Step:
     def __init__(self, size: int) -> None:
         self.tape: Tape | None = None
         self.attempts = 0
-        self._input_ids = torch.zeros(size, dtype=torch.int64)
-        self._positions = torch.zeros(size, dtype=torch.int64)
-        self._slots = torch.zeros(size, dtype=torch.int64)
-
-    def fill(self, batch: Batch) -> Batch:
-        """The batch with the step's own tensors."""
-        return Batch(
-            input_ids=self._input_ids.copy_(batch.input_ids),
-            positions=self._positions.copy_(batch.positions),
-            slot_mapping=self._slots.copy_(batch.slot_mapping),
-            logits_indices=batch.logits_indices,
-            query_start=batch.query_start,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
+        numbers = array("q", bytes(8 * 3 * size))
+        tensors = torch.frombuffer(numbers, dtype=torch.int64).view(3, size).unbind()
+        self._numbers = memoryview(numbers)
+        self._seq_lens: list[int] = []
+        self._block_tables: list[Sequence[int]] = []
+        self._batch = Batch(
+            input_ids=tensors[0],
+            positions=tensors[1],
+            slot_mapping=tensors[2],
+            logits_indices=torch.arange(size),
+            query_start=range(size + 1),
+            seq_lens=self._seq_lens,
+            block_tables=self._block_tables,
         )
+
+    def fill(self, lists: BatchLists) -> Batch:
+        """The step's own batch, with these numbers: until it is filled again."""
+        self._numbers[:] = array("q", lists.input_ids + lists.positions + lists.slot_mapping)
+        self._seq_lens[:] = lists.seq_lens
+        self._block_tables[:] = lists.block_tables
+        return self._batch

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from mistralrs_sdk.quant.linear_method import DENSE, LinearMethod
 
+Addition = Callable[[Tensor, Tensor], None]
+"""Gets inputs [rows, in_features] and outputs [rows, out_features], and adds to the latter."""
+
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`, in the form its method gives the weight."""
+    """`x @ weight.T + bias`, in the form its method gives the weight.
+
+    `additions` is what adapters add in the step that runs; see `layers/lora.py`.
+    """
+
+    additions: Sequence[Addition] = ()
 
     def __init__(
         self,
@@ -27,7 +35,10 @@ class Linear(nn.Module):
         method.create_weights(self, in_features=in_features, out_features=out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(self, x)
+        y = self.method.apply(self, x)
+        for add in self.additions:
+            add(x, y)
+        return y
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {type(self.method).__name__}"

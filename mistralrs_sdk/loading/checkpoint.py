@@ -47,6 +47,8 @@ class TokenizerFiles:
     chat_template: str | None
     template_source: str | None
     """Where the template came from, in words, for `describe()`."""
+    response_template: Mapping[str, Any] | None = None
+    """How answers are written, of a tokenizer_config.json that says so."""
 
 
 @attrs.frozen(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import attrs
@@ -22,6 +22,7 @@ _SHARD = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _ELSEWHERE = ("*/*", "consolidated*")
 """Subfolders and Mistral's second copy of the weights."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _ANSWER_SECONDS = 10.0
 
 
@@ -45,7 +46,7 @@ def locate(source: ModelSource, progress: Progress | None) -> Path:
                 f"{source.model_id!r} does not exist (looked in {Path.cwd()}): give a folder, "
                 "a .gguf file or a Hugging Face id such as 'Qwen/Qwen3-4B'"
             )
-        return _download(source, progress)
+        return _download(source, progress, _fetch)
     if source.revision is not None:
         logger.warning("revision %r is not used: %s is on this machine", source.revision, path)
     if path.is_dir():
@@ -58,6 +59,27 @@ def locate(source: ModelSource, progress: Progress | None) -> Path:
     if path.suffix == ".safetensors":
         raise ModelLoadError(f"{path} has no config and no tokenizer in it: give its folder")
     return path
+
+
+def locate_adapter(source: ModelSource, progress: Progress | None) -> Path:
+    """Return the folder with the adapter that `source` means, downloading it if it is a hub id.
+
+    Paths, branches and commits are treated as `locate` does.
+
+    Raises:
+        ModelLoadError: nothing is there; the message says where it was looked for.
+    """
+    path = Path(source.model_id).expanduser()
+    if path.is_dir():
+        if source.revision is not None:
+            logger.warning("revision %r is not used: %s is on this machine", source.revision, path)
+        return path
+    if path.exists() or path.is_absolute() or not _HUB_ID.fullmatch(source.model_id):
+        raise ModelLoadError(
+            f"adapter {source.model_id!r} is no folder (looked in {Path.cwd()}): give the folder "
+            "that holds adapter_config.json, or a Hugging Face id"
+        )
+    return _download(source, progress, _fetch_adapter)
 
 
 def _choose_weights(folder: Path, source: ModelSource) -> Path:
@@ -96,7 +118,11 @@ def _only_gguf(names: Collection[str], source: ModelSource, kind: type[Exception
     )
 
 
-def _download(source: ModelSource, progress: Progress | None) -> Path:
+def _download(
+    source: ModelSource,
+    progress: Progress | None,
+    fetch: Callable[[ModelSource, Progress | None], Path],
+) -> Path:
     """Fetch what `source` names into the cache, and say in our words what goes wrong."""
     import huggingface_hub
     from huggingface_hub import errors
@@ -105,7 +131,7 @@ def _download(source: ModelSource, progress: Progress | None) -> Path:
     where = f"{repo!r} at revision {revision!r}"
     absent = f"{repo!r} is no folder in {Path.cwd()}"
     try:
-        return _fetch(source, progress)
+        return fetch(source, progress)
     except MistralRsError:
         raise
     except errors.GatedRepoError as error:
@@ -180,6 +206,34 @@ def _fetch(source: ModelSource, progress: Progress | None) -> Path:
         return folder
     names = [file.rfilename for file in info.siblings or ()]
     return snapshot(_with_chosen_file(source, names), cached=False)
+
+
+def _fetch_adapter(source: ModelSource, progress: Progress | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def snapshot(*, cached: bool) -> Path:
+        folder = huggingface_hub.snapshot_download(
+            source.model_id,
+            revision=source.revision or "main",
+            cache_dir=source.cache_path,
+            token=source.token_source.resolve(),
+            allow_patterns=[*_ADAPTER_FILES],
+            tqdm_class=download_bar(progress),
+            local_files_only=cached,
+        )
+        if cached and not all((Path(folder) / name).is_file() for name in _ADAPTER_FILES):
+            raise errors.LocalEntryNotFoundError(f"{folder} does not hold {_ADAPTER_FILES}")
+        return Path(folder)
+
+    offline = huggingface_hub.is_offline_mode()
+    if offline or _COMMIT.fullmatch(source.revision or ""):
+        try:
+            return snapshot(cached=True)
+        except errors.LocalEntryNotFoundError:
+            if offline:
+                raise
+    return snapshot(cached=False)  # which falls back on the cache if the hub does not answer
 
 
 def _with_chosen_file(source: ModelSource, names: list[str]) -> ModelSource:

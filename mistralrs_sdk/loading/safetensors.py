@@ -39,7 +39,7 @@ def open_folder(folder: Path, *, name: str, tokenizer_json: Path | None = None) 
     files = _weight_files(folder)
     stored: dict[str, StoredTensor] = {}
     for file in files:
-        for tensor in _open_file(file):
+        for tensor in open_file(file):
             if tensor.name in stored:
                 raise ModelLoadError(
                     f"tensor {tensor.name!r} is in {stored[tensor.name].file} and in {file.name}: "
@@ -99,7 +99,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _open_file(file: Path) -> list[StoredTensor]:
+def open_file(file: Path) -> list[StoredTensor]:
     """What the file holds, by its header."""
     from safetensors import SafetensorError, safe_open
 

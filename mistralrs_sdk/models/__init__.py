@@ -54,6 +54,13 @@ def build_model(config: ModelConfig) -> CausalLM:
     return getattr(_family(config.architecture), config.architecture)(config)
 
 
+def headless(architecture: str) -> str | None:
+    """The family's name in that of a class without a head: "Gemma3" in "Gemma3TextModel"."""
+    if not architecture.endswith("Model"):
+        return None
+    return architecture.removesuffix("Model").removesuffix("Text")
+
+
 def _architecture(hf: Mapping[str, Any]) -> str:
     names = hf.get("architectures")
     if isinstance(names, list) and names:
@@ -65,6 +72,11 @@ def _architecture(hf: Mapping[str, Any]) -> str:
 
 
 def _family(architecture: str) -> Any:
+    if f"{headless(architecture)}ForCausalLM" in _FAMILIES:
+        raise UnsupportedError(
+            f"architecture {architecture} has no head to generate with: it embeds, so load it with "
+            "EmbeddingModelBuilder"
+        )
     if architecture not in _FAMILIES:
         raise UnsupportedError(
             f"architecture {architecture} is not supported; supported are {', '.join(SUPPORTED)}"

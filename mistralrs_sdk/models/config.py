@@ -40,10 +40,12 @@ class ModelConfig:
     activation: Activation
     ropes: tuple[RopeConfig, ...]
     windows: tuple[int | None, ...]
-    """Sliding window per layer; None attends to everything before."""
+    """Sliding window per layer, the token itself included; None attends to everything."""
     attention_scale: float
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     attn_softcap: float | None = None
     final_softcap: float | None = None
+    causal: bool = True
+    """Whether a token sees only itself and those before it; else windows reach both ways."""

@@ -138,6 +138,7 @@ def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:
         scale=config.attention_scale,
         window=config.windows[layer],
         softcap=config.attn_softcap,
+        causal=config.causal,
     )
 
 

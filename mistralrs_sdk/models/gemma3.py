@@ -10,6 +10,7 @@ from mistralrs_sdk.errors import UnsupportedError
 from mistralrs_sdk.models.config import ModelConfig, RopeConfig
 from mistralrs_sdk.models.decoder import CausalLM, Decoder, SandwichNormLayer
 from mistralrs_sdk.models.hf_config import (
+    BOTH_WAYS,
     LAYER_TYPES,
     flag,
     number,
@@ -33,6 +34,9 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     every = positive(hf, "sliding_window_pattern", 6) or 6
     layers = range(1, required(hf, "num_hidden_layers") + 1)
     default = ["sliding_attention" if i % every else "full_attention" for i in layers]
+    window, both_ways = positive(hf, "sliding_window", 4096), flag(hf, BOTH_WAYS)
+    if both_ways and window is not None:
+        window = window // 2 + 1  # the config counts the keys of both sides together
     return read_dense(
         hf,
         architecture="Gemma3ForCausalLM",
@@ -42,13 +46,14 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         activation_key="hidden_activation",
         activation="gelu_pytorch_tanh",
         tied=True,
-        window=positive(hf, "sliding_window", 4096),
+        window=window,
         layer_types=read_layer_types(hf, default),
         ropes=_ropes(hf),
         attention_scale=(number(hf, "query_pre_attn_scalar", 256) or 256) ** -0.5,
         qkv_bias=bias,
         o_bias=bias,
         final_softcap=number(hf, "final_logit_softcapping"),
+        causal=not both_ways,
     )
 
 

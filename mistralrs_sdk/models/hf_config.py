@@ -10,6 +10,10 @@ from mistralrs_sdk.models.config import Activation, ModelConfig, RopeConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
+BOTH_WAYS = "attends_both_ways"
+"""Key that stands for `use_bidirectional_attention` where a model is loaded to embed: nothing that
+generates tokens could use one that sees the tokens ahead."""
+
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -214,8 +218,12 @@ def refuse_unsupported(hf: Mapping[str, Any]) -> None:
             f"quantization_config asks for {method}, which is not supported: use a checkpoint "
             "with float weights or a GGUF file"
         )
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedError(
+            "use_bidirectional_attention True in the model's config: it attends both ways, so it "
+            "cannot generate; load it with EmbeddingModelBuilder"
+        )
     for key, only in (
-        ("use_bidirectional_attention", (None, False)),
         ("is_causal", (None, True)),
         ("add_cross_attention", (None, False)),
         ("use_mrope", (None, False)),

@@ -1,0 +1,1 @@
+"""From what an engine computes to what people read: streams, responses, logits."""

@@ -1,0 +1,1 @@
+"""What describes a model before there is one."""
