@@ -1,9 +1,11 @@
 """Random requests, cancels and tiny KV pools for minutes; every text is compared with a known one.
 
-    python benchmarks/soak.py [--minutes 10] [--seed 0]
+    python benchmarks/soak.py [--minutes 10] [--seed 0] [--packed]
 
-The answers come from Hugging Face in float64 (`soak_cases.py`). Exit code 1 and a list of what went
-wrong if a text, finish reason or token count differs, a block or thread leaks, or something hangs.
+The answers come from Hugging Face in float64 (`soak_cases.py`); with `--packed` the models run as
+they do by default, and answers come from each request asked alone (`soak_packed.py`). Exit code 1
+and a list of what went wrong if a text, finish reason or token count differs, a block or thread
+leaks, or something hangs.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import attrs
 import torch
 from soak_cases import TinyModel, make_tiny_model
+from soak_packed import make_packed_model, packed
 from soak_requests import ENDS, NEEDS_CHAT, Run, Tally, live_requests, send
 
 from mistralrs_sdk import (
@@ -50,6 +55,8 @@ async def client(run: Run, rng: random.Random, until: float) -> None:
         (kind,) = rng.choices(list(ENDS), [weight for weight, _ in ENDS.values()])
         case = rng.choice(chats if kind in NEEDS_CHAT else run.cases)
         run.tally.counts[kind] += 1
+        run.tally.counts["with an adapter"] += case.adapter is not None
+        run.tally.counts["with a constraint"] += case.constraint is not None
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await ENDS[kind][1](run, case, rng)
@@ -107,20 +114,44 @@ def exact(tiny: TinyModel, threads: int) -> ModelBuilder:
     return ModelBuilder(tiny.folder).with_dtype("f32").with_num_threads(threads)
 
 
+async def make_exact_model(
+    name: str, folder: Path, *, num_cases: int, rng: random.Random, threads: int
+) -> TinyModel:
+    """As `make_tiny_model`, with torch's threads."""
+    return make_tiny_model(name, folder, num_cases=num_cases, rng=rng)
+
+
+@attrs.frozen
+class Mode:
+    """How models compute, and who knows their answers."""
+
+    plain: Callable[[TinyModel, int], ModelBuilder]
+    """A model on this many threads with its default settings."""
+    make: Callable[..., Awaitable[TinyModel]]
+    unpaged: bool
+    """Whether an engine without paging gives the same answers to the token."""
+
+
+EXACT = Mode(exact, make_exact_model, unpaged=True)
+PACKED = Mode(packed, make_packed_model, unpaged=False)  # forced tokens come only with paging
+
+
 def configure(
-    tiny: TinyModel, rng: random.Random, *, pool: int | None, threads: int
+    mode: Mode, tiny: TinyModel, rng: random.Random, *, pool: int | None, threads: int
 ) -> ModelBuilder:
     """A random configuration; a pool makes requests fight for its blocks."""
     seqs = rng.choice((2, 4, 8, 16, 32) if pool is None else (4, 8, 16, 32))
     builder = (
-        exact(tiny, threads)
+        mode.plain(tiny, threads)
         .with_max_num_seqs(seqs)
         .with_max_decode_steps_before_prefill(rng.choice((1, 2, 8)))
         .with_max_num_batched_tokens(max(seqs, rng.choice((8, 24, 64, 4096))))
         .with_prefix_cache_n(rng.choice((0, 16, 16)))
+        .with_mixed_batches(rng.random() < 0.8)
     )
     if pool is None:
-        return builder.with_no_kv_cache() if rng.random() < 0.3 else builder
+        no_cache = rng.random() < 0.3 and mode.unpaged
+        return builder.with_no_kv_cache() if no_cache else builder
     paged = PagedAttentionMetaBuilder().with_block_size(8)
     return builder.with_paged_attn(paged.with_gpu_memory(MemoryGpuConfig.ContextSize(pool)).build())
 
@@ -131,8 +162,8 @@ async def soak_one(
     """Run one configuration; every third time it is closed in the middle of the traffic."""
     closes_early = rng.random() < 1 / 3
     async with await builder.build() as model:
-        room = model.max_sequence_length() - 1
-        cases = tuple(case for case in tiny.cases if len(case.prompt_ids) <= room)
+        context = model.max_sequence_length()
+        cases = tuple(case for case in tiny.cases if case.fits(context))
         run = Run(model, tiny, cases, tally)
         until = time.monotonic() + seconds
         tasks = [
@@ -176,7 +207,9 @@ def watch_for_stray_errors(tally: Tally) -> None:
     threading.excepthook = lambda info: tally.fail(f"in a thread: {info.exc_value!r}")
 
 
-async def soak(folder: Path, *, minutes: float, seed: int, threads: int, cases: int) -> Tally:
+async def soak(
+    mode: Mode, folder: Path, *, minutes: float, seed: int, threads: int, cases: int
+) -> Tally:
     """Run configuration after configuration until the time is over."""
     rng, tally = random.Random(seed), Tally()
     watch_for_stray_errors(tally)
@@ -188,8 +221,10 @@ async def soak(folder: Path, *, minutes: float, seed: int, threads: int, cases: 
         name, pool = MODELS[number % len(MODELS)], POOLS[(number * 3 + number // 5) % len(POOLS)]
         faulthandler.dump_traceback_later(600, exit=True)  # the watchdog, should the loop hang
         if name not in tiny:
-            tiny[name] = make_tiny_model(name, folder / name, num_cases=cases, rng=rng)
-            async with await exact(tiny[name], threads).build() as m:
+            tiny[name] = await mode.make(
+                name, folder / name, num_cases=cases, rng=rng, threads=threads
+            )
+            async with await mode.plain(tiny[name], threads).build() as m:
                 run = Run(m, tiny[name], tiny[name].cases, tally)
                 await alone(run)
                 await check_idle(run)
@@ -199,7 +234,7 @@ async def soak(folder: Path, *, minutes: float, seed: int, threads: int, cases: 
         before = Counter(tally.counts)
         seconds = max(1.0, min(rng.uniform(20, 40), end - time.monotonic()))
         faulthandler.dump_traceback_later(seconds + 2 * PATIENCE_S, exit=True)
-        builder = configure(tiny[name], rng, pool=pool, threads=threads)
+        builder = configure(mode, tiny[name], rng, pool=pool, threads=threads)
         await soak_one(tiny[name], builder, tally, rng=rng, seconds=seconds)
         number += 1
         settled = rss_mib() if number == len(MODELS) else settled
@@ -208,7 +243,8 @@ async def soak(folder: Path, *, minutes: float, seed: int, threads: int, cases: 
         print(
             f"{time.monotonic() - started:5.0f} s  {asked:5} requests, "
             f"{news['preemptions']:5} preemptions, {news['prefix hits']:5} prefix hits, "
-            f"{len(tally.failures)} wrong, RSS {rss_mib():.0f} MiB, {num_threads()} threads  "
+            f"{news['with an adapter']:4} adapters, {len(tally.failures)} wrong, "
+            f"RSS {rss_mib():.0f} MiB, {num_threads()} threads  "
             f"{str(builder).replace(str(folder), '')}",
             flush=True,
         )
@@ -227,11 +263,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
     parser.add_argument("--cases", type=int, default=60, help="different requests per model")
+    parser.add_argument("--packed", action="store_true", help="weights and cache as by default")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         tally = asyncio.run(
             soak(
+                PACKED if args.packed else EXACT,
                 Path(folder),
                 minutes=args.minutes,
                 seed=args.seed,

@@ -1,7 +1,8 @@
 """Requests to tiny models whose answers are known: computed by Hugging Face, in float64.
 
-A token whose choice float32 arithmetic could tip (two logits nearly equal, or a draw at the edge
-between two tokens) ends its case before it, so that every remaining token has one right value.
+Those of the packed mode are answered in `soak_packed.py`. A token whose choice float32 arithmetic
+could tip (two logits nearly equal, or a draw at the edge between two tokens) ends its case before
+it, so that every remaining token has one right value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from mistralrs_sdk import SamplingParams, StopTokens
+from mistralrs_sdk import Constraint, SamplingParams, StopTokens
 from mistralrs_sdk.engine.sampler import uniform
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -44,6 +45,15 @@ class Case:
     sampling: SamplingParams
     answers: tuple[tuple[int, ...], ...] = ()
     """`sampling.max_len` ids per choice, end tokens ignored."""
+    endings: tuple[Ending, ...] = ()
+    """In their place, if what each choice came to is known as a whole."""
+    constraint: Constraint | None = None
+    adapter: str | None = None
+
+    def fits(self, context: int) -> bool:
+        """Whether its answer is known in an engine of this context."""
+        answer = (self.sampling.max_len or 1) if self.endings else 1
+        return len(self.prompt_ids) + answer <= context
 
 
 @attrs.frozen
@@ -55,6 +65,8 @@ class Ending:
     stop_reason: str | int | None
     num_tokens: int | None
     """None where a stop string decides: then it depends on where tokens end."""
+    logprobs: tuple[tuple[str, float], ...] = ()
+    """Each token and its log probability, where both are known to the bit."""
 
 
 @attrs.frozen(eq=False)
@@ -68,6 +80,8 @@ class TinyModel:
 
     def ending(self, case: Case, choice: int, *, context: int) -> Ending:
         """Return how a choice ends in an engine whose context is `context` tokens."""
+        if case.endings:
+            return case.endings[choice]
         ids = case.answers[choice][: context - len(case.prompt_ids)]
         stops = case.sampling.stop_toks
         named = stops.ids if stops else ()
@@ -85,6 +99,13 @@ class TinyModel:
                 return Ending(text[:end], "stop", stop, None)
         return Ending(text, finish, reason, count)
 
+    def whole(self, case: Case, choice: int) -> str:
+        """A text that every cut answer begins: it may show the start of a stop string."""
+        if not case.endings:
+            return self.text_of(case.answers[choice])
+        ending = case.endings[choice]
+        return ending.text + (ending.stop_reason if isinstance(ending.stop_reason, str) else "")
+
     def text_of(self, ids: tuple[int, ...]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -99,16 +120,21 @@ def make_tiny_model(name: str, folder: Path, *, num_cases: int, rng: random.Rand
     tiny_models.tiny_checkpoint(name, folder)
     model = TinyModel(name, folder, AutoTokenizer.from_pretrained(folder), ())
     exact = copy.deepcopy(tiny_models.tiny_model(name)).double()
-    prefixes = [_words(rng, rng.choice((2, 6, 12, 40))) for _ in range(6)]
+    prefixes = shared_prefixes(rng)
     cases: list[Case] = []
     with warnings.catch_warnings():
         # newer transformers call it `cache`, older ones know only this name
         warnings.filterwarnings("ignore", message="`past_key_values`")
         while len(cases) < num_cases:
-            case = _answered(exact, _ask(rng, model.tokenizer, prefixes))
+            case = _answered(exact, draw_request(rng, model.tokenizer, prefixes))
             if case is not None:
-                cases.append(_with_stop(rng, model, case))
+                cases.append(with_stop(rng, model, case))
     return attrs.evolve(model, cases=tuple(cases))
+
+
+def shared_prefixes(rng: random.Random) -> list[str]:
+    """Beginnings that many requests have in common."""
+    return [_words(rng, rng.choice((2, 6, 12, 40))) for _ in range(6)]
 
 
 def _words(rng: random.Random, count: int) -> str:
@@ -116,7 +142,7 @@ def _words(rng: random.Random, count: int) -> str:
     return " ".join("".join(rng.choices(letters, k=rng.randint(1, 7))) for _ in range(count))
 
 
-def _ask(rng: random.Random, tokenizer: Any, prefixes: list[str]) -> Case:
+def draw_request(rng: random.Random, tokenizer: Any, prefixes: list[str]) -> Case:
     """A request without its answers: chat or raw, greedy or seeded, often with a shared prefix."""
     start = rng.choice(prefixes) if rng.random() < 0.7 else ""
     text = f"{start} {_words(rng, rng.choice((1, 1, 3, 10)))}"
@@ -198,14 +224,14 @@ def _draw(
     return int(order[place]), clear and bool((through - u).abs().min() > SAFE_EDGE)
 
 
-def _with_stop(rng: random.Random, model: TinyModel, case: Case) -> Case:
+def with_stop(rng: random.Random, model: TinyModel, case: Case) -> Case:
     """Let some cases end at a string or an id that occurs in an answer."""
     kind = rng.random()
-    ids = rng.choice(case.answers)
-    if kind < 0.15:
-        stop = StopTokens.Ids([rng.choice(ids)])
+    number = rng.randrange(case.sampling.n_choices)
+    if kind < 0.15 and case.answers:
+        stop = StopTokens.Ids([rng.choice(case.answers[number])])
     elif kind < 0.4:
-        text = model.text_of(ids)
+        text = model.whole(case, number)
         spots = [i for i in range(len(text) - 1) if text[i : i + 2].isascii()]
         if not spots:
             return case

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 from soak_cases import CONTEXT, Case, TinyModel
 
-from mistralrs_sdk import Model, RequestBuilder, RequestError
+from mistralrs_sdk import InferenceError, Model, RequestBuilder, RequestError
 from mistralrs_sdk.engine.engine import Engine
 
 
@@ -37,9 +37,10 @@ class Run:
     cases: tuple[Case, ...]
     tally: Tally
 
-    def check(self, case: Case, choices: Iterable[Any], *, canceled: bool = False) -> None:
+    def check(self, case: Case, answer: Iterable[Any], *, canceled: bool = False) -> None:
         """Compare a whole answer; with `canceled`, choices may have been cut short by us."""
-        found = {c.index: (text_of(c), c.finish_reason, c.stop_reason) for c in choices}
+        choices = {c.index: c for c in answer}
+        found = {i: (text_of(c), c.finish_reason, c.stop_reason) for i, c in choices.items()}
         for choice in range(case.sampling.n_choices):
             ending = self.tiny.ending(case, choice, context=self.model.max_sequence_length())
             wanted = (ending.text, ending.finish_reason, ending.stop_reason)
@@ -48,13 +49,15 @@ class Run:
                 self.check_start(case, {choice: got[0]})
             elif got != wanted:
                 self.tally.fail(f"{self.tiny.name}: choice {choice} {got} != {wanted} of {case}")
+            elif ending.logprobs and ending.logprobs != logprobs_of(choices[choice]):
+                self.tally.fail(f"{self.tiny.name}: choice {choice} has other logprobs of {case}")
             else:
                 self.tally.counts["texts compared"] += 1
 
     def check_start(self, case: Case, texts: dict[int, str]) -> None:
         """Compare an answer that was cut short: it must begin like the whole one."""
         for choice, text in texts.items():
-            whole = self.tiny.text_of(case.answers[choice])
+            whole = self.tiny.whole(case, choice)
             # what a cut leaves of a character is U+FFFD
             if not whole.startswith(text.rstrip("\ufffd")):
                 self.tally.fail(f"{self.tiny.name}: {text!r} does not begin {whole!r} of {case}")
@@ -64,7 +67,8 @@ class Run:
     def check_usage(self, case: Case, usage: Any) -> None:
         """Compare the token counts, as far as they are known."""
         context = self.model.max_sequence_length()
-        endings = [self.tiny.ending(case, i, context=context) for i in range(len(case.answers))]
+        numbers = range(case.sampling.n_choices)
+        endings = [self.tiny.ending(case, i, context=context) for i in numbers]
         counts = [ending.num_tokens for ending in endings]
         if usage.prompt_tokens != len(case.prompt_ids):
             self.tally.fail(f"{usage.prompt_tokens} prompt tokens for {case}")
@@ -76,14 +80,25 @@ def text_of(choice: Any) -> str:
     return choice.text if hasattr(choice, "text") else choice.message.content
 
 
+def logprobs_of(choice: Any) -> tuple[tuple[str, float], ...]:
+    content = None if choice.logprobs is None else choice.logprobs.content
+    return tuple((entry.token, entry.logprob) for entry in content or ())
+
+
+def settings_of(case: Case) -> RequestBuilder:
+    """All that the case asks for but its prompt."""
+    asked = RequestBuilder().set_sampling(case.sampling)
+    return asked.set_constraint(case.constraint).set_adapter(case.adapter)
+
+
 def chat_request(case: Case) -> RequestBuilder:
-    return RequestBuilder().add_message("user", case.text).set_sampling(case.sampling)
+    return settings_of(case).add_message("user", case.text)
 
 
 async def send(run: Run, case: Case) -> None:
     """Send and check the whole answer."""
     if case.text is None:
-        answer: Any = await run.model.send_completion_request(case.prompt_ids, case.sampling)
+        answer: Any = await run.model.send_completion_request(case.prompt_ids, settings_of(case))
     else:
         answer = await run.model.send_chat_request(chat_request(case))
     run.check(case, answer.choices)
@@ -177,6 +192,19 @@ async def time_out(run: Run, case: Case, rng: random.Random) -> None:
         run.tally.counts["timeouts"] += 1
 
 
+async def set_deadline(run: Run, case: Case, rng: random.Random) -> None:
+    """Let the engine end the request, if it is not faster."""
+    asked = chat_request(case).with_deadline(0.001 + rng.random() ** 2 * 0.3)
+    try:
+        answer = await run.model.send_chat_request(asked)
+    except InferenceError as error:
+        if "its deadline passed" not in str(error):
+            raise
+        run.tally.counts["deadlines passed"] += 1
+    else:
+        run.check(case, answer.choices)
+
+
 async def ask_wrongly(run: Run, case: Case, rng: random.Random) -> None:
     """Send what must be refused."""
     size = rng.choice((0, run.model.max_sequence_length()))
@@ -196,10 +224,11 @@ ENDS: dict[str, tuple[int, Act]] = {
     "dropped": (10, drop),
     "task cancelled": (10, cancel),
     "wait_for": (10, time_out),
+    "deadline": (5, set_deadline),
     "refused": (3, ask_wrongly),
 }
 """How requests end, and how often."""
-NEEDS_CHAT = ("streamed", "left", "aborted", "dropped")
+NEEDS_CHAT = ("streamed", "left", "aborted", "dropped", "deadline")
 
 
 async def live_requests(run: Run) -> set[int]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from mistralrs_sdk.chat.messages import Message
+from mistralrs_sdk.chat.messages import Message, ReasoningEffort
+from mistralrs_sdk.chat.requests import RequestBuilder, as_request
+from mistralrs_sdk.chat.tool_events import AgentPermission, ApprovalCallback
+from mistralrs_sdk.chat.tools import Tool, ToolChoice
 from mistralrs_sdk.constraints.constraint import Constraint
 from mistralrs_sdk.errors import RequestError
 from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams, StopTokens
@@ -45,12 +49,31 @@ class _SampledRequest:
     """What the answer must match, in the language `grammar_type` says."""
     grammar_type: str | None = None
     """regex, lark, json_schema or llguidance."""
-    tool_schemas: Any = unsupported()
-    tool_choice: Any = unsupported()
+
+    truncate_sequence: bool = False
+    """Drop the start of a prompt that is too long, instead of refusing it."""
+    adapter: str | None = None
+    """The LoRA adapter to answer with, by its alias or generation; None is the base model."""
 
     def __attrs_post_init__(self) -> None:
-        self.sampling_params()
-        self.constraint()
+        self.builder()
+
+    def builder(self) -> RequestBuilder:
+        """The settings in this package's words.
+
+        Raises:
+            RequestError: one is wrong.
+        """
+        return (
+            self._start()
+            .set_sampling(self.sampling_params())
+            .with_truncate_sequence(self.truncate_sequence)
+            .set_adapter(self.adapter)
+            .set_constraint(self.constraint())
+        )
+
+    def _start(self) -> RequestBuilder:
+        return RequestBuilder()
 
     def constraint(self) -> Constraint | None:
         """What `grammar` says, in this package's words."""
@@ -123,22 +146,60 @@ class ChatCompletionRequest(_SampledRequest):
     stream: bool = attrs.field(default=False, kw_only=True)
     enable_thinking: bool | None = attrs.field(default=None, kw_only=True)
     """Passed to the chat template; None leaves it to the template."""
-    truncate_sequence: bool = attrs.field(default=False, kw_only=True)
-    """Drop the start of a prompt that is too long, instead of refusing it."""
-    adapter: str | None = attrs.field(default=None, kw_only=True)
+    reasoning_effort: ReasoningEffort | str | None = attrs.field(default=None, kw_only=True)
+    """off (or none), low, medium, high or xhigh; passed to the chat template."""
+    tool_schemas: Sequence[str | Mapping[str, Any] | Tool] | None = attrs.field(
+        default=None, kw_only=True
+    )
+    """Tools the model may call: each the JSON of OpenAI's tool object, or that object."""
+    tool_choice: ToolChoice | str | Mapping[str, Any] | None = attrs.field(
+        default=None, kw_only=True
+    )
+    """A `ToolChoice`, or what OpenAI has for one; None: the model decides."""
+    max_tool_rounds: int | None = attrs.field(default=None, kw_only=True)
+    """Rounds of calls that are executed here before the answer must come; None: 256."""
+    tool_dispatch_url: str | None = attrs.field(default=None, kw_only=True)
+    """Where calls of tools without a callback are sent; None: they end the answer."""
+    agent_permission: AgentPermission | str | None = attrs.field(default=None, kw_only=True)
+    """Auto, Ask or Deny; None is Ask if there is somebody to ask, else Auto."""
+    agent_approval_callback: ApprovalCallback | None = attrs.field(default=None, kw_only=True)
+    """Gets an `AgentToolApproval`; returns a bool or an `AgentToolApprovalDecision`."""
+    session_id: str | None = attrs.field(default=None, kw_only=True)
+    """The session whose turns come before these; None: none."""
     web_search_options: Any = unsupported()
-    reasoning_effort: Any = unsupported()
-    max_tool_rounds: Any = unsupported()
-    tool_dispatch_url: Any = unsupported()
     enable_code_execution: Any = unsupported()
     enable_shell: Any = unsupported()
     shell_skills: Any = unsupported()
-    agent_permission: Any = unsupported()
-    agent_approval_callback: Any = unsupported()
     code_execution_permission: Any = unsupported()
-    session_id: Any = unsupported()
     files: Any = unsupported()
     input_files: Any = unsupported()
+
+    def builder(self) -> RequestBuilder:
+        """The messages and settings in this package's words.
+
+        Raises:
+            RequestError: one is wrong.
+        """
+        asked = super().builder().with_session_id(self.session_id)
+        asked = asked.with_tool_dispatch_url(self.tool_dispatch_url)
+        if self.enable_thinking is not None:
+            asked = asked.enable_thinking(self.enable_thinking)
+        if self.reasoning_effort is not None:
+            asked = asked.with_reasoning_effort(_effort(self.reasoning_effort))
+        if self.tool_schemas:
+            asked = asked.set_tools(map(_tool, self.tool_schemas))
+        if self.tool_choice is not None:
+            asked = asked.set_tool_choice(_tool_choice(self.tool_choice))
+        if self.max_tool_rounds is not None:
+            asked = asked.with_max_tool_rounds(self.max_tool_rounds)
+        if self.agent_approval_callback is not None:
+            asked = asked.with_agent_approval_callback(self.agent_approval_callback)
+        if self.agent_permission is not None:
+            asked = asked.with_agent_permission(self.agent_permission)
+        return asked
+
+    def _start(self) -> RequestBuilder:
+        return as_request(self.messages)
 
     def sampling_params(self) -> SamplingParams:
         """The sampling settings in this package's words."""
@@ -166,14 +227,39 @@ class CompletionRequest(_SampledRequest):
     """Put the prompt before each text."""
     best_of: int = attrs.field(default=1, kw_only=True)
     """Of this many answers the `n_choices` likeliest are returned; 1: no more are made."""
-    truncate_sequence: bool = attrs.field(default=False, kw_only=True)
-    """Drop the start of a prompt that is too long, instead of refusing it."""
-    adapter: str | None = attrs.field(default=None, kw_only=True)
     suffix: Any = unsupported()
+    tool_schemas: Any = unsupported()
+    tool_choice: Any = unsupported()
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
+        if not isinstance(self.prompt, str):
+            raise RequestError(f"prompt ({self.prompt!r:.80}) must be a str")
         if self.best_of != 1 and self.best_of < self.n_choices:
             raise RequestError(
                 f"best_of ({self.best_of}) must be at least n_choices ({self.n_choices})"
             )
+
+
+def _effort(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower()
+    return ReasoningEffort.OFF if text == "none" else text
+
+
+def _tool(schema: Any) -> Any:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"tool_schemas: {schema!r:.80} is no JSON: {error}") from None
+
+
+def _tool_choice(value: Any) -> ToolChoice:
+    """Read what `ToolChoice.from_dict` does, and the names of the package's two choices."""
+    names = {"Auto": ToolChoice.AUTO, "None": ToolChoice.NONE, "NoTools": ToolChoice.NONE}
+    return (
+        names[value] if isinstance(value, str) and value in names else ToolChoice.from_dict(value)
+    )

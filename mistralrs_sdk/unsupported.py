@@ -44,18 +44,23 @@ def unsupported_method(name: str, way_out: str) -> Callable[..., NoReturn]:
     return method
 
 
-class UnsupportedName:
+class _Refusing(type):
+    """Whatever is looked up on such a class, `AudioInput.read_wav` for example, is refused too."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)  # what Python itself looks for
+        raise UnsupportedError(f"{cls.__name__}.{name} is not supported: {cls._way_out}")
+
+
+class UnsupportedName(metaclass=_Refusing):
     """A class that exists so that using it says why it does nothing.
 
     Raises:
-        UnsupportedError: it is made.
+        UnsupportedError: it is made, or something is looked up on it.
     """
 
     _way_out: ClassVar[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse()
-
-    @classmethod
-    def _refuse(cls) -> NoReturn:
-        raise UnsupportedError(f"{cls.__name__} is not supported: {cls._way_out}")
+        raise UnsupportedError(f"{type(self).__name__} is not supported: {self._way_out}")

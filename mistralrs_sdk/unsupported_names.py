@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 from mistralrs_sdk.unsupported import UnsupportedName
-
-
-class _OverTextBuilder(UnsupportedName):
-    @classmethod
-    def from_text_model_builder(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not done: `UnsupportedError`."""
-        cls._refuse()
-
-
-class _OverGgufBuilder(UnsupportedName):
-    @classmethod
-    def from_gguf_model_builder(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not done: `UnsupportedError`."""
-        cls._refuse()
 
 
 class MultimodalModelBuilder(UnsupportedName):
@@ -63,19 +47,19 @@ class UqffEmbeddingModelBuilder(UnsupportedName):
     )
 
 
-class XLoraModelBuilder(_OverTextBuilder):
+class XLoraModelBuilder(UnsupportedName):
     """Not done: `UnsupportedError`. Adapters are chosen per request, not mixed by a classifier."""
 
     _way_out = "adapters are not mixed by a classifier; use LoraModelBuilder and set_adapter"
 
 
-class GgufXLoraModelBuilder(_OverGgufBuilder):
+class GgufXLoraModelBuilder(UnsupportedName):
     """Not done: `UnsupportedError`. Adapters are chosen per request, not mixed by a classifier."""
 
     _way_out = "adapters are not mixed by a classifier; use with_lora_adapter and set_adapter"
 
 
-class GgufLoraModelBuilder(_OverGgufBuilder):
+class GgufLoraModelBuilder(UnsupportedName):
     """Not done: `UnsupportedError`. `GgufModelBuilder` has the adapters that replaced these."""
 
     _way_out = "adapters are dynamic; use GgufModelBuilder(...).with_lora_adapter(alias, source)"
@@ -85,16 +69,6 @@ class AnyMoeModelBuilder(UnsupportedName):
     """Not done: `UnsupportedError`. Nothing here is trained."""
 
     _way_out = "nothing is trained here; load a model that was, with ModelBuilder"
-
-    @classmethod
-    def from_text_builder(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not done: `UnsupportedError`."""
-        cls._refuse()
-
-    @classmethod
-    def from_gguf_builder(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not done: `UnsupportedError`."""
-        cls._refuse()
 
 
 class WebSearchOptions(UnsupportedName):
@@ -167,3 +141,57 @@ class DiffusionGenerationParams(UnsupportedName):
     """Not done: `UnsupportedError`. No model here makes images."""
 
     _way_out = "no model here makes images"
+
+
+class RequestedFile(UnsupportedName):
+    """Not done: `UnsupportedError`. Tools here produce no files."""
+
+    _way_out = "tools here produce no files; let a tool callback keep what it makes"
+
+
+class SearchResult(UnsupportedName):
+    """Not done: `UnsupportedError`. Nothing here searches the web."""
+
+    _way_out = "nothing here searches the web; offer your own search with with_tool_callback"
+
+
+class ShellOptions(UnsupportedName):
+    """Not done: `UnsupportedError`. Commands of a model are not run."""
+
+    _way_out = "commands of a model are not run; offer your own sandbox with with_tool_callback"
+
+
+class NetworkMode(UnsupportedName):
+    """Not done: `UnsupportedError`. Code of a model is not run here."""
+
+    _way_out = "there is nothing to confine: code and commands of a model are not run here"
+
+
+class AnyMoeExpertType(UnsupportedName):
+    """Not done: `UnsupportedError`. No experts are trained here."""
+
+    _way_out = "no experts are trained here; LoRA adapters are chosen with set_adapter"
+
+
+class DiffusionLoaderType(UnsupportedName):
+    """Not done: `UnsupportedError`. No model here makes images."""
+
+    _way_out = "no model here makes images"
+
+
+class SpeechLoaderType(UnsupportedName):
+    """Not done: `UnsupportedError`. No model here speaks."""
+
+    _way_out = "no model here speaks"
+
+
+class MultimodalLoaderType(UnsupportedName):
+    """Not done: `UnsupportedError`. Models here read text only."""
+
+    _way_out = "models here read text only"
+
+
+class DeviceMapSetting(UnsupportedName):
+    """Not done: `UnsupportedError`. All layers run on one device."""
+
+    _way_out = "all layers run on one device; with_device chooses it"

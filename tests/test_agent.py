@@ -230,6 +230,101 @@ async def test_leaving_the_stream_cancels_the_tools():
     assert cancelled.is_set()
 
 
+async def test_stream_may_be_closed_while_another_task_reads():
+    """The reader's loop ends, the tool is cancelled."""
+    began, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def endless(call: CalledFunction) -> str:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return ""
+
+    stream = agent(ScriptedModel(CALL), endless).build().run_stream("?")
+
+    async def read() -> list[type]:
+        return [type(event) async for event in stream]
+
+    reader = asyncio.create_task(read())
+    await asyncio.wait_for(began.wait(), 5)
+    await stream.aclose()
+
+    assert AgentToolCallsStart in await asyncio.wait_for(reader, 5)
+    assert cancelled.is_set()
+    with pytest.raises(RuntimeError, match="closed before its end"):
+        await stream.collect()
+
+
+async def test_reader_that_stops_waiting_may_come_back():
+    """A time limit on one `anext` does not end the run."""
+    gate = asyncio.Event()
+
+    async def slow(call: CalledFunction) -> str:
+        await gate.wait()
+        return "done"
+
+    async with agent(ScriptedModel(CALL, Say("x")), slow).build().run_stream("?") as stream:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.collect(), 0.05)
+        gate.set()
+        response = await stream.collect()
+
+    assert response.final_response == "x"
+
+
+async def test_dropped_stream_cancels_the_tools():
+    """Nobody reads it any more: nothing runs on."""
+    cancelled = asyncio.Event()
+
+    async def endless(call: CalledFunction) -> str:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+        return ""
+
+    stream = agent(ScriptedModel(CALL), endless).build().run_stream("?")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stream.collect(), 0.05)
+    del stream
+
+    await asyncio.wait_for(cancelled.wait(), 5)
+
+
+async def test_refused_later_answer_ends_the_run_with_its_steps():
+    """Only the first request can be at fault for the caller: tools have run since."""
+
+    def refuse(asked: RequestBuilder) -> Say:
+        raise RequestError("too long")
+
+    response = await agent(ScriptedModel(CALL, refuse)).build().run("?")
+
+    assert response.stop_reason == AgentStopReason.error("too long")
+    assert [step.tool_results[0].result for step in response.steps] == ['"x"']
+    with pytest.raises(RequestError, match="too long"):
+        await agent(ScriptedModel(refuse)).build().run("?")
+
+
+async def test_deadline_is_for_the_whole_run():
+    """Later answers have what is left of it; tools that outlast it end the run."""
+
+    async def slow(call: CalledFunction) -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    model = ScriptedModel(CALL, Say("x"))
+    asked = RequestBuilder().add_message("user", "?")
+    await agent(model).build().run(asked.with_deadline(100))
+    response = await agent(ScriptedModel(CALL), slow).build().run(asked.with_deadline(0.05))
+
+    assert model.asked[1].deadline < 100
+    assert response.stop_reason.kind == "error"
+    assert "deadline passed while tools ran" in response.stop_reason.message
+    assert response.iterations == 1
+
+
 def test_two_tools_of_one_name_are_refused():
     """The second could never be called."""
     with pytest.raises(ConfigError, match="a tool 'echo' already"):

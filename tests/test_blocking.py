@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
 
@@ -9,6 +10,7 @@ import pytest
 
 from mistralrs_sdk import (
     BlockingModel,
+    EngineClosedError,
     Model,
     RequestBuilder,
     RequestError,
@@ -108,3 +110,51 @@ def test_several_threads_share_a_blocking_model():
         for thread in threads:
             thread.join(30)
         assert [answers[text] for text in texts] == alone
+
+
+def test_closing_ends_what_other_threads_wait_for():
+    """Each gets its error; nobody waits for a loop that has gone. Later calls fail as well."""
+    model = BlockingModel.from_builder(tiny_builder())
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            while True:
+                model.chat("hello")
+        except EngineClosedError as error:
+            errors.append(error)
+
+    askers = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+    closers = [threading.Thread(target=model.close, daemon=True) for _ in range(3)]
+    for thread in (*askers, *closers):
+        thread.start()
+    for thread in (*askers, *closers):
+        thread.join(30)
+    assert len(errors) == 3
+    with pytest.raises(EngineClosedError):
+        model.chat("hello")
+
+
+def test_a_call_inside_its_own_loop_is_refused():
+    """It would wait for itself; a plain callback, on its own thread, may call."""
+    with BlockingModel.from_builder(tiny_builder()) as model:
+
+        async def inside() -> str:
+            return model.chat("hello")
+
+        with pytest.raises(RuntimeError, match="own event loop"):
+            model._loop.run(inside())
+
+
+@pytest.mark.filterwarnings("ignore:.*was never closed:ResourceWarning")
+def test_a_dropped_model_leaves_no_threads():
+    """Forgetting to close it costs a warning, not a thread for ever."""
+    before = set(threading.enumerate())
+    model = BlockingModel.from_builder(tiny_builder())
+    threads = set(threading.enumerate()) - before
+    assert any(thread.name == "mistralrs-blocking" for thread in threads)
+    del model
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)

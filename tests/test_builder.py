@@ -12,7 +12,9 @@ import pytest
 
 from mistralrs_sdk import (
     ConfigError,
+    EmbeddingModelBuilder,
     GgufModelBuilder,
+    LoraModelBuilder,
     MemoryGpuConfig,
     ModelBuilder,
     ModelDType,
@@ -306,3 +308,10 @@ async def test_unknown_log_level_is_said(fake_model, package_logger, monkeypatch
     shown = capsys.readouterr().err
     assert "RUST_LOG ('loud')" in shown
     assert "hidden" not in shown
+
+
+def test_a_lora_model_builder_wraps_a_builder_of_a_text_model():
+    """Anything else is refused by name."""
+    for other in ("x", EmbeddingModelBuilder("x")):
+        with pytest.raises(ConfigError, match="from_text_model_builder"):
+            LoraModelBuilder.from_text_model_builder(other)

@@ -35,8 +35,8 @@ USAGE = types.SimpleNamespace(
 )
 
 
-def chunk(text, usage=None):
-    delta = types.SimpleNamespace(content=text)
+def chunk(text, usage=None, *, reasoning=None):
+    delta = types.SimpleNamespace(content=text, reasoning_content=reasoning)
     return types.SimpleNamespace(choices=[types.SimpleNamespace(delta=delta)], usage=usage)
 
 
@@ -49,6 +49,10 @@ class FakeModel:
     left_early: int = 0
     closed: bool = False
     logs: bool = False
+    adapters: list = attrs.field(factory=list)
+
+    async def list_lora_adapters(self):
+        return [types.SimpleNamespace(alias=alias) for alias in self.adapters]
 
     async def build(self):
         return self
@@ -368,6 +372,80 @@ def test_sampling_commands_change_the_next_answer(fake, monkeypatch, capsys):
     assert "error: there is no command /hop" in err
 
 
+def test_an_adapter_is_chosen_by_flag_and_by_command(fake, monkeypatch, capsys):
+    """--adapter begins with one; /adapter takes another, none of them, or says what there is."""
+    fake.adapters = ["sql", "list"]
+    lines = ["one", "/adapter list", "/adapter use list", "two", "/adapter", "/adapter none"]
+    type_lines(monkeypatch, *lines, "three", "/adapter", "/adapter sql", "four")
+
+    assert main(["run", "-m", "x", "--adapter", "sql"]) == 0
+
+    assert [request.adapter for request in fake.requests] == ["sql", "list", None, "sql"]
+    said = [line for line in capsys.readouterr().out.splitlines() if line != "Paris."]
+    assert said == ["sql", "list", "list", "(none: the model alone)"]
+
+
+def test_an_adapter_that_is_not_there_changes_nothing(fake, monkeypatch, capsys):
+    """The error says which there are, and the next answer is given as before."""
+    fake.adapters = ["sql"]
+    type_lines(monkeypatch, "/adapter poems", "one")
+
+    main(["run", "-m", "x", "--adapter", "sql"])
+
+    assert fake.requests[0].adapter == "sql"
+    assert "no adapter 'poems': loaded are sql" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "thinking", "effort"),
+    [
+        ([], None, None),
+        (["--thinking"], True, None),
+        (["--thinking", "false"], False, None),
+        (["--reasoning-effort", "high"], None, "high"),
+    ],
+)
+def test_reasoning_is_asked_for_by_flags(flags, thinking, effort, fake):
+    """--thinking and --reasoning-effort are what the request's methods of these names say."""
+    main(["run", "-m", "x", "-i", "Hi", *flags])
+
+    assert (fake.requests[0].thinking, fake.requests[0].reasoning_effort) == (thinking, effort)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "flags", "shown"),
+    [
+        (True, [], "\x1b[2mLet me see\x1b[0m\nParis.\n"),
+        (True, ["-q"], "Paris.\n"),
+        (False, [], "Paris.\n"),
+    ],
+)
+def test_reasoning_is_dimmed_on_a_terminal_and_hidden_elsewhere(
+    terminal, flags, shown, fake, monkeypatch, capsys
+):
+    """What a program reads from stdout is the answer alone."""
+    fake.script = [chunk(None, reasoning="Let me "), chunk(None, reasoning="see"), *fake.script]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+
+    main(["run", "-m", "x", "-i", "Capital?", *flags])
+
+    assert capsys.readouterr().out == shown
+
+
+def test_reasoning_is_not_remembered(fake, monkeypatch, capsys):
+    """The next turn brings the answer without it, and dimming ends with an answer cut short."""
+    fake.script = [chunk(None, reasoning="Hm"), chunk("Rome.")]
+    type_lines(monkeypatch, "one", "two")
+    main(["run", "-m", "x"])
+    assert contents(fake.requests[1])[1] == ("assistant", "Rome.")
+
+    fake.script = [chunk(None, reasoning="Hm"), InferenceError("out of luck")]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    capsys.readouterr()
+    main(["run", "-m", "x", "-i", "Hi"])
+    assert capsys.readouterr().out == "\x1b[2mHm\x1b[0m\n"
+
+
 def test_help_and_exit(fake, monkeypatch, capsys):
     """/help lists every command; /exit leaves."""
     type_lines(monkeypatch, "/help", "/exit", "never asked")
@@ -375,7 +453,7 @@ def test_help_and_exit(fake, monkeypatch, capsys):
     assert main(["run", "-m", "x"]) == 0
 
     out = capsys.readouterr().out
-    for command in ("/system", "/clear", "/temperature", "/topk", "/topp", "/exit"):
+    for command in ("/system", "/clear", "/temperature", "/topk", "/topp", "/adapter", "/exit"):
         assert command in out
     assert fake.requests == []
     assert fake.closed

@@ -186,3 +186,11 @@ async def test_leaving_a_stream_aborts_the_request(model):
             break
 
     assert stream.id.startswith("cmpl-")
+
+
+@pytest.mark.parametrize("prompt", [None, 3, b"text", {"a": 1}])
+async def test_a_prompt_that_is_neither_text_nor_ids_is_refused(prompt):
+    """With what was given, before anything runs."""
+    async with await tiny_builder().build() as model:
+        with pytest.raises(RequestError, match="a prompt is a str or a list of token ids, not"):
+            await model.send_completion_request(prompt)

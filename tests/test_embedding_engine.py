@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 
 import pytest
 
@@ -176,3 +177,15 @@ def test_throughput_is_logged_if_asked(caplog):
         engine.step()
 
     assert "tokens/s" in caplog.text
+
+
+def test_a_long_request_is_aborted_at_once():
+    """Aborting takes time in proportion to the inputs, not to their square."""
+    engine = engine_over(FakeRun(), request(1, *[1] * 30_000))
+    started = time.thread_time()
+
+    outputs = engine.abort(1)
+
+    assert time.thread_time() - started < 2
+    assert len(outputs) == 30_000
+    assert not engine.has_work

@@ -44,7 +44,7 @@ async def served(builder: EmbeddingModelBuilder):
 
 async def embed(folder: Path, texts: list[str], **settings) -> torch.Tensor:
     async with served(embedder(folder)) as model:
-        request = EmbeddingRequest(inputs=tuple(texts), **settings)
+        request = EmbeddingRequest(texts, **settings)
         return torch.tensor((await model.embed(request)).embeddings)
 
 

@@ -37,8 +37,19 @@ def test_a_builder_keeps_the_order_and_never_changes():
 
     assert empty == EmbeddingRequestBuilder()
     assert full.build() == EmbeddingRequest(
-        inputs=("a", (1, 2), "b", "c", (3,), (4,)), truncate_sequence=True, prompt_name="query"
+        ["a", [1, 2], "b", "c", [3], [4]], truncate_sequence=True, prompt_name="query"
     )
+
+
+def test_a_request_is_written_as_in_both_packages():
+    """`EmbeddingRequest(input, truncate_sequence)` is what a builder makes of the same."""
+    made = EmbeddingRequest.builder().add_prompt("a").with_truncate_sequence(True).build()
+
+    assert EmbeddingRequest("a", True) == EmbeddingRequest(input=["a"], truncate_sequence=True)
+    assert EmbeddingRequest("a", True) == made
+    assert EmbeddingRequest([1, 2]).inputs == ((1, 2),)
+    with pytest.raises(RequestError, match=r"truncate_sequence \(3\)"):
+        EmbeddingRequest("a", 3)
 
 
 @pytest.mark.parametrize("asked", [EmbeddingRequestBuilder(), []], ids=["builder", "list"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from mistralrs_sdk.engine.engine import MAX_FAILED_STEPS, Engine
+from mistralrs_sdk.engine.engine import MAX_FAILED_STEPS, MAX_STALE_DEADLINES, Engine
 from mistralrs_sdk.engine.request import SampledToken
 from tests.engine_helpers import (
     FakeRunner,
@@ -123,3 +123,13 @@ def test_times_are_measured_per_sequence():
     assert outputs[0].completion_time == 0.0
     assert all(o.prompt_time == outputs[0].prompt_time > 0 for o in outputs)
     assert outputs[-1].completion_time > 0
+
+
+def test_deadlines_of_ended_requests_are_forgotten():
+    """A service that sets deadlines days ahead does not collect those of all its requests."""
+    engine = Engine(make_scheduler(), FakeRunner())
+    for _ in range(MAX_STALE_DEADLINES + 200):
+        engine.add(attrs.evolve(make_request(2, max_tokens=1), deadline=1e12))
+        run_to_end(engine)
+
+    assert len(engine._deadlines) <= MAX_STALE_DEADLINES + 2

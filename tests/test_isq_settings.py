@@ -221,7 +221,7 @@ def test_methods_that_cannot_be_honoured_name_another():
     """Experts and calibration are refused by name, not ignored."""
     with pytest.raises(UnsupportedError, match=r"with_mixture_qexperts_isq .*with_topology"):
         ModelBuilder("x").with_mixture_qexperts_isq()
-    with pytest.raises(UnsupportedError, match="with_calibration_file .*with_imatrix"):
+    with pytest.raises(UnsupportedError, match=r"with_calibration_file .*with_imatrix"):
         ModelBuilder("x").with_calibration_file("c.txt")
 
 

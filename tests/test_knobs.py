@@ -178,15 +178,19 @@ def test_no_flag_is_missing_from_the_page():
     """Every flag of `run` that is no part of the question has a row."""
     own = {"--help", "--model-id", "--input", "--quiet", "--verbose"}
     own |= {"--temperature", "--top-k", "--top-p", "--max-tokens"}
+    own |= {"--adapter", "--thinking", "--reasoning-effort"}
     flags = {o for a in parser()._actions for o in a.option_strings if o.startswith("--")}
 
     assert flags - own - {"--mixed-batches"} == {flag_of(row) for row in ROWS}
 
 
 def test_no_argument_of_runner_is_missing():
-    """Every argument has a row, or docs/runner.md lists it as refused."""
-    refused = (DOCS / "runner.md").read_text(encoding="utf-8").split("These arguments of `Runner`")
+    """Every argument has a row, or docs/runner.md has it: about tools, or as refused."""
+    page = (DOCS / "runner.md").read_text(encoding="utf-8")
+    tools = page.split("## Tools")[1].split("\n## ")[0]
+    refused = page.split("These arguments of `Runner`")[1].split("\n\n")[0]
     arguments = {way.partition("=")[0] for row in ROWS for way in row[1]}
-    arguments |= set(re.findall("`([a-z_]+)`", refused[1].split("\n\n")[0]))
+    arguments |= {"tool_callbacks", "mcp_client_config"} & set(re.findall("`([a-z_]+)`", tools))
+    arguments |= set(re.findall("`([a-z_]+)`", refused))
 
     assert set(inspect.signature(Runner).parameters) == arguments

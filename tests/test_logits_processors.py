@@ -194,3 +194,41 @@ async def test_a_processor_cannot_lift_a_constraint():
         answer = await text(model, request.add_logits_processor(lambda logits, ids: logits * 0 + 1))
 
     assert answer in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()],
+    ids=repr,
+)
+def test_a_processor_that_would_end_its_thread_fails_its_own_row(error):
+    """What is no Exception, as sys.exit() raises, is the row's error like any other."""
+
+    def leave(logits: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+        raise error
+
+    logits = torch.zeros(2, 8)
+    logits[1, 5] = 1.0
+
+    failed, other = sample(logits, [row(processors=(leave,)), row()])
+
+    assert type(error).__name__ in (failed.error or "")
+    assert other.token_id == 5
+
+
+class Unwilling:
+    """An array that cannot be read."""
+
+    def __array__(self, *args: object, **settings: object) -> np.ndarray:
+        raise KeyError("nothing here")
+
+
+@pytest.mark.parametrize("result", [torch.zeros(8).to_sparse(), Unwilling()], ids=["sparse", "bad"])
+def test_a_result_that_cannot_be_read_fails_its_own_row(result):
+    """A result that torch cannot take as a plain row fails nobody else."""
+    failed, other = sample(
+        torch.zeros(2, 8), [row(processors=(lambda logits, ids: result,)), row()]
+    )
+
+    assert "not a row of logits" in (failed.error or "")
+    assert other.error is None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 
+import anyio.to_thread
 import attrs
 import pytest
 
-from mistralrs_sdk import ModelBuilder, RequestBuilder
+from mistralrs_sdk import ModelBuilder, QueueFullError, RequestBuilder
 from mistralrs_sdk.adapters import LoraAdapterLoadPolicy, LoraRuntimeConfig
 from mistralrs_sdk.builders.lora_builder import LoraModelBuilder
 from mistralrs_sdk.engine import build
@@ -307,3 +309,48 @@ async def test_a_lora_model_builder_is_the_builder_it_wraps():
         infos = await model.inner().list_adapters()
     assert [info.alias for info in infos] == ["a", "b", "c"]
     assert infos[2].revision == "main"
+
+
+async def test_a_request_that_is_refused_does_not_keep_its_adapter():
+    """Whoever keeps the error of a full queue does not keep the weights in memory."""
+    builder = with_adapters("a").with_max_num_seqs(1).with_max_queue(0)
+    async with await builder.build() as model:
+        asked = RequestBuilder().add_message("user", TEXT).set_adapter("a")
+        async with await model.stream_chat_request(asked.set_sampler_max_len(300)):
+            with pytest.raises(QueueFullError) as refused:
+                await model.send_chat_request(asked)
+            await model.unload_lora_adapter("a")
+        await assert_idle(model)
+
+        assert (await model.lora_adapter_status()).resident_bytes == 0
+        assert refused.value is not None
+
+
+async def test_adapters_that_load_leave_the_other_threads_to_others(monkeypatch):
+    """However many wait for a slow download, prompts and constraints find a thread."""
+    go = threading.Event()
+    async with await with_adapters().build() as model:
+        monkeypatch.setattr(model.inner()._adapters, "load", lambda *_: go.wait(20))
+        loads = [asyncio.create_task(model.load_lora_adapter(f"x{i}", "y")) for i in range(60)]
+        await asyncio.sleep(0.05)
+        taken = anyio.to_thread.current_default_thread_limiter().borrowed_tokens
+        go.set()
+        await asyncio.gather(*loads)
+
+    assert taken == 0
+
+
+async def test_a_closed_model_forgets_its_adapters_whatever_fails(monkeypatch):
+    """Tools that cannot be ended do not keep the model's layers in memory."""
+
+    async def fail() -> None:
+        raise OSError("the tools do not end")
+
+    async with await with_adapters("a").build() as model:
+        served = model.inner()
+        with monkeypatch.context() as patch:
+            patch.setattr(served.toolbox, "aclose", fail)
+            with pytest.raises(OSError, match="do not end"):
+                await served.aclose()
+
+        assert await served.list_adapters() == ()

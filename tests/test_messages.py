@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from mistralrs_sdk.chat.messages import MultimodalMessages, TextMessageRole, TextMessages
+from mistralrs_sdk.chat.messages import (
+    MultimodalMessages,
+    ReasoningEffort,
+    TextMessageRole,
+    TextMessages,
+)
 from mistralrs_sdk.chat.refused import RefusedMedia, RefusedSettings
 from mistralrs_sdk.chat.requests import RequestBuilder, as_request
 from mistralrs_sdk.chat.responses import ResponseMessage
+from mistralrs_sdk.chat.tools import CalledFunction, ToolCallResponse, ToolChoice
 from mistralrs_sdk.errors import RequestError, UnsupportedError
 from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams, StopTokens
 
@@ -267,3 +273,35 @@ def test_answers_can_be_appended_to_a_list_of_messages():
         "content": "Hi.",
         "reasoning_content": "Hm.",
     }
+
+
+def test_null_fields_of_a_message_are_left_out():
+    """Templates ask whether `tool_calls` is there at all; clients write null, or an empty list."""
+    dumped = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None}
+    empty = {"role": "assistant", "content": "Hi", "tool_calls": []}
+
+    for message in (dumped, empty):
+        assert as_request([message]).messages == ({"role": "assistant", "content": "Hi"},)
+
+
+def test_calls_of_an_answer_may_stand_in_a_message_as_they_are():
+    """Objects become the dicts that templates read."""
+    call = ToolCallResponse(index=0, id="1", function=CalledFunction("now", "{}"))
+
+    asked = as_request([{"role": "assistant", "content": None, "tool_calls": (call,)}])
+
+    assert asked.messages[0]["tool_calls"] == [call.to_dict()]
+
+
+@pytest.mark.parametrize("calls", ["now", 5, [None], {"id": "1"}])
+def test_calls_that_are_none_are_refused(calls: Any):
+    """The error shows them, before a template stumbles over them."""
+    with pytest.raises(RequestError, match=r"tool.call"):
+        as_request([{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+def test_members_have_the_names_of_mistral_rs_too():
+    """`TextMessageRole.User` is `TextMessageRole.USER`, and so for efforts and tool choices."""
+    assert TextMessageRole.User is TextMessageRole.USER
+    assert ReasoningEffort.XHigh is ReasoningEffort.XHIGH
+    assert ToolChoice.Required is ToolChoice.REQUIRED

@@ -291,6 +291,22 @@ async def test_closing_stops_everything_and_nothing_is_loaded_again():
     assert not registry.is_loaded("a")
 
 
+async def test_closing_waits_for_a_model_that_is_being_freed():
+    """When it returns, no engine is left, whoever began to free it."""
+    registry, (builder,) = await registry_of("a")
+    builder.last.may_close.clear()
+    unload = asyncio.create_task(registry.unload("a"))
+    await asyncio.sleep(0)
+    close = asyncio.create_task(registry.aclose())
+    await asyncio.sleep(0.01)
+
+    assert not close.done()
+    builder.last.may_close.set()
+    await asyncio.wait_for(close, 5)
+    assert builder.last.closed
+    await unload
+
+
 async def test_another_event_loop_may_not_load():
     """An engine belongs to one loop; the error says what to do."""
     registry, (_,) = await registry_of("a")

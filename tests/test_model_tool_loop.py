@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from mistralrs_sdk import (
     EngineClosedError,
@@ -78,6 +81,61 @@ async def test_model_calls_a_function_and_reads_its_result():
     assert text == again.choices[0].message.content == response.choices[0].message.content
     assert items[-1].usage.completion_tokens == again.usage.completion_tokens
     assert again.usage.prompt_tokens == response.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("calls", ["executed", "returned", "none"])
+async def test_openai_client_joins_the_chunks_to_the_whole_answer(calls):
+    """Its own code adds up the deltas, as it would those of a server."""
+    asked = must_switch().set_tools([tool_from_function(switch)])
+    if calls == "none":
+        asked = RequestBuilder().add_message("user", "light?").set_sampler_max_len(5)
+    built = builder().with_tool(switch) if calls == "executed" else builder()
+    async with await built.build() as model, await model.stream_chat_request(asked) as stream:
+        items = [item async for item in stream]
+        whole = await stream.collect()
+    state = ChatCompletionStreamState()
+    for item in items:
+        if not isinstance(item, AgenticToolCallProgress):
+            state.handle_chunk(ChatCompletionChunk.model_validate(item.to_dict()))
+
+    joined = state.current_completion_snapshot.choices[0].message
+    message = whole.choices[0].message
+    assert joined.role == "assistant"
+    assert (joined.content or "") == (message.content or "")
+    assert [call.id for call in joined.tool_calls or ()] == [
+        call.id for call in message.tool_calls or ()
+    ]
+    assert bool(message.tool_calls) is (calls == "returned")
+
+
+async def test_past_call_is_rendered_alike_in_whatever_form_it_comes_back():
+    """Our message, its dict, the openai client's object and its dump with all the nulls."""
+    asked = must_switch().set_tools([tool_from_function(switch)])
+    async with await builder().build() as model:
+        whole = await model.send_chat_request(asked)
+        message = whole.choices[0].message
+        parsed = ChatCompletion.model_validate(whole.to_dict()).choices[0].message
+        forms = [message, message.to_dict(), parsed, parsed.model_dump()]
+        forms.append({**parsed.model_dump(), "tool_calls": message.tool_calls})
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "dark"}
+        prompts = []
+        for form in forms:
+            text, _ = model.render_chat([{"role": "user", "content": "light?"}, form, result])
+            prompts.append(json.loads(text.split("<tool_call>")[1].split("</tool_call>")[0]))
+
+    assert prompts == [prompts[0]] * 5
+    assert prompts[0]["name"] == "switch"
+
+
+async def test_description_says_how_answers_are_read_and_why():
+    """The format of calls and the tags of reasoning, each with the sign it was found by."""
+    template = TEMPLATE + "{#- <think></think> #}"
+    async with await tiny_builder().with_chat_template(template).build() as model:
+        shown = model.describe()
+
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "tool calls hermes hermes calls: <tool_call> is in the chat template" in lines
+    assert "reasoning <think> ... </think> reasoning: </think> is in the chat template" in lines
 
 
 async def test_agent_works_on_a_model():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 
 import attrs
@@ -17,8 +19,10 @@ from mistralrs_sdk import (
     ModelBuilder,
     ModelLoadError,
     RequestError,
+    SamplingParams,
     UnsupportedError,
 )
+from mistralrs_sdk.builders.lora_builder import LoraModelBuilder
 from mistralrs_sdk.builders.multi_model_builder import MultiModelBuilder
 from mistralrs_sdk.builders.text_builders import TextModelBuilder
 from mistralrs_sdk.handle.model import Model
@@ -253,6 +257,9 @@ def test_a_multi_model_builder_refuses_names_that_mean_nothing_or_two_things():
         one.with_default_model("b")
     with pytest.raises(ConfigError, match="must be a model builder"):
         one.add_model_with_alias("b", "x.gguf")
+    for no_builder in (3, "x.gguf", ModelBuilder):
+        with pytest.raises(ConfigError, match="must be a model builder"):
+            one.add_model(no_builder)
     assert len(one.models) == 1
     assert one == MultiModelBuilder().add_model_with_alias("a", tiny_builder())
 
@@ -331,10 +338,14 @@ def test_models_answer_from_two_threads_as_if_alone():
         assert results[name] == [expected(name, tuple(IDS), 12)] * 8
 
 
-async def test_a_shared_pool_is_what_the_models_are_built_with(monkeypatch):
-    """What was shared out reaches the engines, and a reload takes no more."""
+@pytest.mark.parametrize("wrap", [lambda b: b, LoraModelBuilder.from_text_model_builder])
+async def test_a_shared_pool_is_what_the_models_are_built_with(wrap, monkeypatch):
+    """What was shared out reaches the engines of any builder, and a reload takes no more."""
     monkeypatch.setattr("mistralrs_sdk.builders.kv_shares.AUTO_CPU_BYTES", 2 * 2**20)
-    async with await two_models().build() as model:
+    builder = MultiModelBuilder()
+    for alias, plain in two_models().models:
+        builder = builder.add_model_with_alias(alias, wrap(plain))
+    async with await builder.build() as model:
         for _ in range(2):
             for id in ("a", "b"):
                 info = model.inner(model_id=id).info
@@ -362,11 +373,23 @@ def test_builders_of_what_is_not_done_say_so_and_name_the_way_out():
     ):
         with pytest.raises(UnsupportedError, match=f"{name} is not supported: .*"):
             getattr(refused, name)("some/model", [])
-    for call in (
-        refused.XLoraModelBuilder.from_text_model_builder,
-        refused.GgufLoraModelBuilder.from_gguf_model_builder,
-        refused.AnyMoeModelBuilder.from_text_builder,
-        refused.AnyMoeModelBuilder.from_gguf_builder,
-    ):
-        with pytest.raises(UnsupportedError, match=call.__self__.__name__):
-            call(tiny_builder(), "x")
+    with pytest.raises(UnsupportedError, match="from_text_model_builder is not supported"):
+        refused.XLoraModelBuilder.from_text_model_builder(ModelBuilder("x"), "adapters")
+
+
+async def test_a_model_is_not_copied():
+    """Two handles would each stop the engines of the other."""
+    async with await tiny_builder().build() as model:
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="share it"):
+                make(model)
+
+
+async def test_a_response_id_is_never_used_again():
+    """Also not after a reload: aborting an old answer must not end a new one."""
+    async with await tiny_builder().build() as model:
+        before = await model.send_completion_request([5], SamplingParams(max_len=1))
+        await model.unload_model()
+        after = await model.send_completion_request([5], SamplingParams(max_len=1))
+
+    assert before.id != after.id

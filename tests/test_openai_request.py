@@ -190,6 +190,7 @@ def test_unknown_keys_are_named():
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"),
         ({"response_format": "json"}, "must be a dict"),
         ({"grammar": {"type": "bnf", "value": ""}}, "grammar"),
+        ({"grammar": {"type": ["regex"], "value": ""}}, "grammar"),
         (
             {
                 "grammar": {"type": "regex", "value": "a"},

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 import mistralrs_sdk
@@ -70,6 +71,17 @@ def test_each_name_is_there_and_does_what_its_status_says(name, status):
         call("anything")
 
 
+@pytest.mark.parametrize(
+    ("rust", "ours"),
+    [(rust, ours) for rust, ours, status, _ in ROWS if status in ("same", "refused")],
+)
+def test_what_is_said_to_keep_its_name_keeps_it(rust, ours):
+    """A row of the same or of refused names has each Rust name in both columns."""
+    rust_names = {re.split(r"::|\.", name)[-1] for name in spans(rust)}
+
+    assert rust_names == {name.rpartition(".")[2] for name in ours}
+
+
 def test_each_row_names_tests_that_exist():
     """What shows a row is a file of this suite."""
     for rust, _, _, tests in ROWS:
@@ -85,6 +97,7 @@ def test_every_public_name_is_on_the_page():
 
     assert set(mistralrs_sdk.__all__) - named - beyond == set()
     assert beyond <= set(mistralrs_sdk.__all__)
+    assert beyond & named == set()
 
 
 def test_every_refused_method_is_on_the_page():
@@ -104,3 +117,32 @@ def test_a_strictly_checked_program_uses_every_public_name():
     assert program.startswith("# pyright: strict")
     missing = [n for n in mistralrs_sdk.__all__ if not re.search(rf"\b{n}\b", program)]
     assert missing == []
+
+
+def test_every_page_is_listed_in_the_readme():
+    """Whoever reads README.md finds each page of docs/, and no page that is not there."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    index = readme.split("## Documentation")[1]
+
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert set(re.findall(r"^\* \[docs/([\w.]+)\]\(docs/\1\)", index, re.MULTILINE)) == pages
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_of_a_page_lead_to_files(page):
+    """A link to a file of the repository is to one that is there."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_page_about_runner_names_what_is_refused():
+    """Each field and argument that must keep its default is named in docs/runner.md."""
+    page = (ROOT / "docs" / "runner.md").read_text(encoding="utf-8").split("## What is refused")[1]
+    classes = (
+        *(mistralrs_sdk.ChatCompletionRequest, mistralrs_sdk.CompletionRequest),
+        *(mistralrs_sdk.Which.Plain, mistralrs_sdk.Which.GGUF, mistralrs_sdk.Which.Embedding),
+    )
+    refused = {field.name for c in classes for field in attrs.fields(c) if field.validator}
+
+    assert refused <= set(spans(page))

@@ -391,7 +391,7 @@ def test_a_blocking_model_and_a_runner_do_the_same():
     with Runner(which=which, cpu=True, num_threads=1, pa_ctxt_len=512) as runner:
         runner.send_re_isq("Q8_0", model_id="default")
         assert runner.inner().inner().config().isq is Q8
-        with pytest.raises(RequestError, match="'other' is not loaded"):
+        with pytest.raises(RequestError, match="model 'other' is not known"):
             runner.send_re_isq("Q4_0", model_id="other")
         with pytest.raises(ConfigError, match="'q9'"):
             runner.send_re_isq("q9")

@@ -31,11 +31,11 @@ from mistralrs_sdk.models import SUPPORTED
 from tests.model_helpers import tiny_folder
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "getting_started"
-VARIANTS = ("Embedding", "XLora", "Lora", "XLoraGGUF", "LoraGGUF", "GGML", "XLoraGGML")
+VARIANTS = ("XLora", "Lora", "XLoraGGUF", "LoraGGUF", "GGML", "XLoraGGML")
 VARIANTS += ("LoraGGML", "MultimodalPlain", "VisionPlain", "DiffusionPlain", "Speech")
 REFUSED = ("mtp_model", "mtp_n_predict", "num_device_layers", "anymoe_config")
-REFUSED += ("enable_search", "search_embedding_model", "search_callback", "tool_callbacks")
-REFUSED += ("mcp_client_config", "code_execution_config", "shell_config")
+REFUSED += ("enable_search", "search_embedding_model", "search_callback")
+REFUSED += ("code_execution_config", "shell_config")
 
 
 def load(which=None, **arguments) -> Runner:
@@ -61,7 +61,7 @@ class FakeModel:
         self.builder = builder
         return self
 
-    def send_chat_request(self, request):
+    def send_chat_request(self, request, *, model_id):
         self.requests.append(request)
 
 
@@ -184,7 +184,7 @@ def test_the_model_is_known_by_its_id(tiny):
         lambda: tiny.detokenize_text([5], True, model_id="other"),
         lambda: tiny.max_sequence_length("other"),
     ):
-        with pytest.raises(RequestError, match="'other' is not loaded"):
+        with pytest.raises(RequestError, match="'other' is not known"):
             call()
 
 
@@ -321,6 +321,13 @@ def test_best_of_returns_the_likeliest(tiny):
     assert response.usage.completion_tokens == 20
 
 
+@pytest.mark.parametrize("prompt", [None, 3, [5, 6]])
+def test_a_prompt_that_is_no_text_is_refused(prompt):
+    """Where it is written, not when it is sent."""
+    with pytest.raises(RequestError, match=r"prompt.* must be a str"):
+        CompletionRequest(prompt)
+
+
 def test_best_of_below_n_choices_is_refused():
     """More answers cannot be returned than are made."""
     with pytest.raises(RequestError, match="best_of"):
@@ -336,7 +343,7 @@ def test_other_variants_of_which_are_refused_by_name(variant):
 
 @pytest.mark.parametrize(
     ("cls", "field"),
-    [(cls, name) for cls in (Which.Plain, Which.GGUF) for name in refusable(cls)],
+    [(cls, name) for cls in (Which.Plain, Which.GGUF, Which.Embedding) for name in refusable(cls)],
 )
 def test_unsupported_fields_of_which_are_refused(cls, field):
     """A field that would be ignored raises by name."""

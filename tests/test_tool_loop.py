@@ -518,8 +518,9 @@ async def test_dropped_stream_cancels_running_callbacks():
 
     box = adding(endless)
     stream = await open_stream(Rounds(SUM_CALL, Say("5")), ask().with_session_id("s"), box)
-    while not began.is_set():
-        await anext(stream)
+    while not isinstance(await anext(stream), AgenticToolCallProgress):
+        pass
+    await asyncio.wait_for(began.wait(), 5)
     del stream
 
     await asyncio.wait_for(cancelled.wait(), 5)

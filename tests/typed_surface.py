@@ -197,9 +197,12 @@ def without_a_loop() -> None:
     with m.BlockingModel.from_builder(ModelBuilder("x")) as model:
         print(model.chat("Hi"))
     architecture: m.Architecture = m.Architecture.Llama
+    embedding: m.EmbeddingArchitecture = m.EmbeddingArchitecture.Qwen3Embedding
+    print(m.Which.Embedding("e", arch=embedding))
     with m.Runner(which=m.Which.Plain("x", arch=architecture)) as runner:
         runner.send_chat_completion_request(m.ChatCompletionRequest("Hi"))
         runner.send_completion_request(m.CompletionRequest("Hi"))
+        runner.send_embedding_request(m.EmbeddingRequest(["Hi"]))
 
 
 def what_may_be_raised() -> tuple[type[m.MistralRsError], ...]:
@@ -219,6 +222,15 @@ def what_may_be_raised() -> tuple[type[m.MistralRsError], ...]:
 def what_is_refused() -> tuple[type[object], ...]:
     return (
         m.AnyMoeConfig,
+        m.DeviceMapSetting,
+        m.MultimodalLoaderType,
+        m.SpeechLoaderType,
+        m.DiffusionLoaderType,
+        m.AnyMoeExpertType,
+        m.NetworkMode,
+        m.ShellOptions,
+        m.SearchResult,
+        m.RequestedFile,
         m.AnyMoeModelBuilder,
         m.AudioInput,
         m.CodeExecutionConfig,

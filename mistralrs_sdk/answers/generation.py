@@ -155,7 +155,8 @@ class Generation:
         if choice.detokenizer.stopped is None and finish_reason is not None:
             text += choice.detokenizer.finish()
             if ended_by_id:
-                choice.num_tokens += 1
+                # an answer that a constraint completes with its last token has no room for an end
+                choice.num_tokens = min(choice.num_tokens + 1, self._request.max_tokens)
                 if output.token_ids[-1] in self._named_stop_ids:
                     stop_reason = output.token_ids[-1]
         if choice.detokenizer.stopped is not None:

@@ -73,6 +73,8 @@ class ChatStream:
         self._closed_early = False
         self._waiting: deque[ChoiceDelta] = deque()
         self._answers: dict[int, _Answer] = {}
+        self._begun: set[int] = set()
+        """Choices of which a chunk was read: the first one says who speaks, as in OpenAI's API."""
 
     def __aiter__(self) -> Self:
         return self
@@ -90,6 +92,8 @@ class ChatStream:
             raise StopAsyncIteration
         delta = self._waiting.popleft()
         last = self._generation.finished and not self._waiting
+        role = None if delta.index in self._begun else "assistant"
+        self._begun.add(delta.index)
         return ChatCompletionChunkResponse(
             id=self.id,
             created=self._created,
@@ -97,7 +101,7 @@ class ChatStream:
             choices=(
                 ChunkChoice(
                     index=delta.index,
-                    delta=_message_delta(delta),
+                    delta=_message_delta(delta, role),
                     logprobs=self._logprobs(delta.logprobs),
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
@@ -176,9 +180,10 @@ class ChatStream:
         return Logprobs(content=tuple(entries)) if self._reports_logprobs else None
 
 
-def _message_delta(delta: ChoiceDelta) -> Delta:
+def _message_delta(delta: ChoiceDelta, role: str | None) -> Delta:
     beside = delta.reasoning or delta.tool_calls
     return Delta(
+        role=role,
         content=None if beside and not delta.text else delta.text,
         tool_calls=delta.tool_calls or None,
         reasoning_content=delta.reasoning or None,

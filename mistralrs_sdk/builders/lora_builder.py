@@ -11,6 +11,7 @@ import attrs
 from mistralrs_sdk.adapters import LoraAdapterSpec, LoraRuntimeConfig
 from mistralrs_sdk.builders.model_builder import ModelBuilder
 from mistralrs_sdk.config import ModelSource
+from mistralrs_sdk.errors import ConfigError
 
 if TYPE_CHECKING:
     from mistralrs_sdk.handle.model import Model
@@ -30,7 +31,16 @@ class LoraModelBuilder:
 
     @classmethod
     def from_text_model_builder(cls, builder: ModelBuilder) -> LoraModelBuilder:
-        """The same model, which now takes adapters."""
+        """The same model, which now takes adapters.
+
+        Raises:
+            ConfigError: `builder` is none of a text model.
+        """
+        if not isinstance(builder, ModelBuilder):
+            raise ConfigError(
+                f"from_text_model_builder({builder!r:.80}): must be a TextModelBuilder, or another "
+                "builder of a model that chats"
+            )
         return cls(builder.with_lora())
 
     @property

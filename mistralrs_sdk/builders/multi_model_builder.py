@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 import attrs
 
+from mistralrs_sdk.builders.lora_builder import LoraModelBuilder
 from mistralrs_sdk.builders.model_builder import ModelBuilder
 from mistralrs_sdk.config import PagedAttentionConfig
 from mistralrs_sdk.errors import ConfigError
@@ -39,6 +40,7 @@ class MultiModelBuilder:
 
     def add_model(self, builder: AnyModelBuilder) -> Self:
         """Add a model under the name it is loaded from: its hub id, folder or file."""
+        _require_builder("add_model", builder)
         return self.add_model_with_alias(builder.source.model_id, builder)
 
     def add_model_with_alias(self, alias: str, builder: AnyModelBuilder) -> Self:
@@ -48,8 +50,7 @@ class MultiModelBuilder:
         """
         if not isinstance(alias, str) or not alias or alias == DEFAULT:
             raise ConfigError(f'alias {alias!r} must be a non-empty str other than "{DEFAULT}"')
-        if not callable(getattr(builder, "serve", None)):
-            raise ConfigError(f"model {alias!r}: {builder!r:.80} must be a model builder")
+        _require_builder(f"model {alias!r}", builder)
         if alias in dict(self.models):
             raise ConfigError(
                 f"two models are called {alias!r}: give one another id with add_model_with_alias"
@@ -98,12 +99,23 @@ class MultiModelBuilder:
         return Model(registry)
 
 
+def _require_builder(what: str, builder: object) -> None:
+    if isinstance(builder, type) or not callable(getattr(builder, "serve", None)):
+        raise ConfigError(
+            f"{what}: {builder!r:.80} must be a model builder, such as ModelBuilder(...)"
+        )
+
+
 async def _share_memory(
     models: Sequence[tuple[str, AnyModelBuilder]],
 ) -> list[tuple[str, AnyModelBuilder]]:
     """The builders with what each may take of the memory they share."""
     from mistralrs_sdk.builders.kv_shares import share_kv_memory
 
+    models = [
+        (model_id, builder.builder if isinstance(builder, LoraModelBuilder) else builder)
+        for model_id, builder in models
+    ]
     paged = {
         model_id: builder
         for model_id, builder in models

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from mistralrs_sdk.chat.embeddings import EmbeddingRequest
 from mistralrs_sdk.errors import RequestError
@@ -72,7 +72,7 @@ class EmbeddingEncoder:
             RequestError: it is no valid Unicode.
         """
         _check_unicode(text, "the text")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encoding(text, add_special_tokens=add_special_tokens).ids
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """Raise RequestError if an id is not in the vocabulary."""
@@ -95,12 +95,16 @@ class EmbeddingEncoder:
 
     def _length_of(self, prompt: str) -> int:
         """Tokens of an instruction, without a special one that ends every text."""
-        ids = self._tokenizer.encode(prompt, add_special_tokens=True).ids
+        ids = self._encoding(prompt, add_special_tokens=True).ids
         return len(ids) - (ids[-1] in self._special if ids else 0)
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        # `encode` would hold the interpreter while it works; this one does not
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _encode(self, text: str, number: int, *, cut: bool) -> tuple[int, ...]:
         _check_unicode(text, f"input {number}")
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text, add_special_tokens=False)
         if cut:  # the special tokens stay: what pools the last token was trained on them
             encoding.truncate(max(self._limit - self._num_special, 0))
         return tuple(self._tokenizer.post_process(encoding, add_special_tokens=True).ids)

@@ -4,30 +4,53 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 
+from mistralrs_sdk.chat.messages import flag
 from mistralrs_sdk.errors import RequestError, UnsupportedError
 
 TokenIds: TypeAlias = tuple[int, ...]
 
 
-@attrs.frozen(kw_only=True)
+EmbeddingInput: TypeAlias = str | Sequence[int] | Sequence[str | Sequence[int]]
+"""A text, token ids, or a list of either."""
+
+
+def _inputs(given: EmbeddingInput) -> tuple[str | TokenIds, ...]:
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise RequestError(
+            f"{type(given).__name__} cannot be embedded: give a str, a list of str, token ids, a "
+            "list of those, or an EmbeddingRequestBuilder"
+        )
+    items: Sequence[Any] = given
+    if items and all(isinstance(item, int) for item in items):
+        return (_ids(items),)
+    return tuple(item if isinstance(item, str) else _ids(item) for item in items)
+
+
+@attrs.frozen
 class EmbeddingRequest:
-    """Texts and token ids to embed, in order; made by `EmbeddingRequest.builder()`.
+    """Texts and token ids to embed, in order: `EmbeddingRequest(["one", "two"])`.
+
+    `EmbeddingRequest.builder()` makes one step by step.
 
     Raises:
-        RequestError: there is no input.
+        RequestError: there is no input, it is neither text nor token ids, or `truncate_sequence` is
+            no bool.
     """
 
-    inputs: tuple[str | TokenIds, ...]
+    inputs: tuple[str | TokenIds, ...] = attrs.field(converter=_inputs, alias="input")
     truncate_sequence: bool = False
     """Drop the end of an input that is too long, instead of refusing the request."""
-    prompt_name: str | None = None
+    prompt_name: str | None = attrs.field(default=None, kw_only=True)
     """The model's instruction to put in front of each text; None: the model's default, if any."""
 
     def __attrs_post_init__(self) -> None:
+        flag("truncate_sequence", self.truncate_sequence)
         if not self.inputs:
             raise RequestError(
                 "the embedding request is empty: add_prompt, add_prompts, add_tokens or "
@@ -87,9 +110,7 @@ class EmbeddingRequestBuilder:
 
         The special tokens that a tokenizer adds to a text are kept.
         """
-        if not isinstance(truncate, bool):
-            raise RequestError(f"truncate_sequence ({truncate!r}) must be True or False")
-        return attrs.evolve(self, truncate_sequence=truncate)
+        return attrs.evolve(self, truncate_sequence=flag("truncate_sequence", truncate))
 
     def with_prompt_name(self, name: str | None) -> EmbeddingRequestBuilder:
         """Put one of the model's instructions in front of each text, such as "query".
@@ -114,21 +135,10 @@ class EmbeddingRequestBuilder:
         Raises:
             RequestError: nothing was added.
         """
-        return EmbeddingRequest(
-            inputs=self.inputs,
-            truncate_sequence=self.truncate_sequence,
-            prompt_name=self.prompt_name,
-        )
+        return EmbeddingRequest(self.inputs, self.truncate_sequence, prompt_name=self.prompt_name)
 
 
-EmbeddingRequestLike: TypeAlias = (
-    str
-    | Sequence[str]
-    | Sequence[int]
-    | Sequence[Sequence[int]]
-    | EmbeddingRequest
-    | EmbeddingRequestBuilder
-)
+EmbeddingRequestLike: TypeAlias = EmbeddingInput | EmbeddingRequest | EmbeddingRequestBuilder
 """Whatever can be embedded."""
 
 
@@ -140,23 +150,7 @@ def as_embedding_request(asked: EmbeddingRequestLike) -> EmbeddingRequest:
     """
     if isinstance(asked, EmbeddingRequest):
         return asked
-    if isinstance(asked, EmbeddingRequestBuilder):
-        return asked.build()
-    builder = EmbeddingRequestBuilder()
-    if isinstance(asked, str):
-        return builder.add_prompt(asked).build()
-    if isinstance(asked, bytes) or not isinstance(asked, Sequence):
-        raise RequestError(
-            f"{type(asked).__name__} cannot be embedded: give a str, a list of str, token ids, a "
-            "list of those, or an EmbeddingRequestBuilder"
-        )
-    if asked and all(isinstance(item, int) for item in asked):
-        return builder.add_tokens(asked).build()  # type: ignore[arg-type]
-    for item in asked:
-        builder = (
-            builder.add_prompt(item) if isinstance(item, str) else builder.add_tokens(item)  # type: ignore[arg-type]
-        )
-    return builder.build()
+    return asked.build() if isinstance(asked, EmbeddingRequestBuilder) else EmbeddingRequest(asked)
 
 
 @attrs.frozen(kw_only=True, eq=False)

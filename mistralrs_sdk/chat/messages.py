@@ -22,19 +22,28 @@ class TextMessageRole(enum.StrEnum):
     """Who speaks in a turn; any other role is given as a plain str."""
 
     USER = "user"
+    User = USER  # mistral.rs' name
     ASSISTANT = "assistant"
+    Assistant = ASSISTANT
     SYSTEM = "system"
+    System = SYSTEM
     TOOL = "tool"
+    Tool = TOOL
 
 
 class ReasoningEffort(enum.StrEnum):
     """How much a model thinks before it answers, where its template knows the choice."""
 
     OFF = "off"
+    Off = OFF  # mistral.rs' name
     LOW = "low"
+    Low = LOW
     MEDIUM = "medium"
+    Medium = MEDIUM
     HIGH = "high"
+    High = HIGH
     XHIGH = "xhigh"
+    XHigh = XHIGH
 
 
 @attrs.frozen
@@ -87,7 +96,8 @@ def from_openai(message: object) -> Message:
     """Read one OpenAI-shaped turn: a dict, or an object that says what it is as one.
 
     Such are the `message` of a response, ours or of the `openai` package. The role "developer" is
-    read as "system", which templates know.
+    read as "system", which templates know. What is null or an empty list of calls is left out:
+    templates ask whether it is there.
 
     Raises:
         RequestError: it has no role, or its content is not text.
@@ -98,7 +108,23 @@ def from_openai(message: object) -> Message:
         raise RequestError(f'message {message!r:.120} must be a dict with "role" and "content"')
     role = "system" if message["role"] == "developer" else message["role"]
     # other keys (name, tool_calls, tool_call_id ...) are the template's business
-    return {**message, **text_message(role, message.get("content"))}
+    rest = {key: value for key, value in message.items() if value is not None}
+    if calls := rest.pop("tool_calls", None):
+        rest["tool_calls"] = _calls(calls)
+    return {**rest, **text_message(role, message.get("content"))}
+
+
+def _calls(calls: object) -> list[Any]:
+    if not isinstance(calls, list | tuple):
+        raise RequestError(f"tool_calls {calls!r:.80} must be a list of the calls of an answer")
+    found = [call if isinstance(call, Mapping) else _as_dict(call) for call in calls]
+    for call in found:
+        if not isinstance(call, Mapping):
+            raise RequestError(
+                f'tool call {call!r:.80} must be {{"id": ..., "type": "function", "function": '
+                '{"name": ..., "arguments": "..."}}'
+            )
+    return found
 
 
 def _as_dict(message: object) -> object:

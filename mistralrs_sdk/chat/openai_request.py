@@ -269,7 +269,7 @@ def _grammar(asked: Any) -> Constraint | None:
         return None
     grammar = _mapping("grammar", asked)
     kind = grammar.get("type")
-    if kind not in _GRAMMARS or "value" not in grammar:
+    if not isinstance(kind, str) or kind not in _GRAMMARS or "value" not in grammar:
         raise RequestError(
             f'"grammar" ({asked!r:.120}) must be {{"type": ..., "value": ...}} with the type '
             f"{', '.join(_GRAMMARS)}"

@@ -196,6 +196,7 @@ class Delta:
 
     content: str | None = None
     role: str | None = "assistant"
+    """In the first chunk of a choice; None in later ones."""
     tool_calls: tuple[ToolCallResponse, ...] | None = None
     reasoning_content: str | None = None
 

@@ -372,7 +372,8 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> lis
         raise RequestError(
             f"the prompt is not valid Unicode: lone surrogate at character {error.start}"
         ) from error
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    # `encode` would hold the interpreter while it works; this one does not
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _control_literals(tokenizer: Tokenizer) -> frozenset[str]:

@@ -42,7 +42,8 @@ class CallShape:
         elif not self.arguments_as_text and isinstance(arguments, str):
             arguments = _object_or_text(arguments)
         rest = {key: value for key, value in call.items() if key != "index"}
-        return {**rest, "function": {**function, "arguments": arguments}}
+        said = {key: value for key, value in function.items() if value is not None}
+        return {**rest, "function": {**said, "arguments": arguments}}
 
 
 def find_call_shape(render: Callable[[list[dict[str, Any]]], str | None]) -> CallShape | None:

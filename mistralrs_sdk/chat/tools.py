@@ -96,6 +96,9 @@ class ToolChoice:
     NONE: ClassVar[ToolChoice]
     AUTO: ClassVar[ToolChoice]
     REQUIRED: ClassVar[ToolChoice]
+    Auto: ClassVar[ToolChoice]
+    """mistral.rs' names; its `None` is no name in Python: write `NONE`."""
+    Required: ClassVar[ToolChoice]
 
     @classmethod
     def named(cls, tool: Tool | str) -> ToolChoice:
@@ -152,8 +155,8 @@ def _name_in(data: Any) -> str:
 
 
 ToolChoice.NONE = ToolChoice("none")
-ToolChoice.AUTO = ToolChoice("auto")
-ToolChoice.REQUIRED = ToolChoice("required")
+ToolChoice.AUTO = ToolChoice.Auto = ToolChoice("auto")
+ToolChoice.REQUIRED = ToolChoice.Required = ToolChoice("required")
 
 
 @attrs.frozen

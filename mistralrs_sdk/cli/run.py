@@ -16,6 +16,7 @@ from mistralrs_sdk import (
     EngineClosedError,
     EngineDeadError,
     MistralRsError,
+    ReasoningEffort,
     RequestBuilder,
     RequestError,
     SamplingParams,
@@ -33,7 +34,11 @@ HELP = """\
 /temperature F     0 always takes the most likely token
 /topk N            choose among the N most likely tokens; 0 is off
 /topp F            choose among the most likely tokens up to this mass; 1 is off
+/adapter ALIAS     answer with this LoRA adapter (also: use ALIAS); none is the model alone,
+                   list shows those there are; without ALIAS, show which it is
 /exit              leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 _OFF = ("", "0", "false", "no", "off")
 """What the variable of a switch may hold for off."""
@@ -54,6 +59,20 @@ def add_parser(commands: Any) -> None:
     sampling.add_argument("--top-k", type=int, metavar="N", help="among the N most likely; 0: off")
     sampling.add_argument("--top-p", type=float, metavar="F", help="up to this mass; 1: off")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--adapter", metavar="ALIAS", help="answer with this LoRA adapter")
+    answers.add_argument(
+        "--thinking",
+        nargs="?",
+        const="true",
+        choices=("true", "false"),
+        help="ask for reasoning before the answer, or against it (as the model likes)",
+    )
+    answers.add_argument(
+        "--reasoning-effort",
+        choices=tuple(effort.value for effort in ReasoningEffort),
+        help="how much reasoning (as the model likes)",
+    )
     noise = parser.add_mutually_exclusive_group()
     noise.add_argument("-q", "--quiet", action="store_true", help="print nothing but answers")
     noise.add_argument(
@@ -71,6 +90,11 @@ def run(args: argparse.Namespace) -> int:
     sampling = SamplingParams(**chosen, max_len=args.max_tokens)
     if args.input is not None and set(chosen.values()) == {None}:
         sampling = attrs.evolve(sampling, top_k=1)
+    request = RequestBuilder().set_adapter(args.adapter)
+    if args.thinking is not None:
+        request = request.enable_thinking(args.thinking == "true")
+    if args.reasoning_effort is not None:
+        request = request.with_reasoning_effort(args.reasoning_effort)
     builder = builder_from(args)
     if args.quiet:
         builder = builder.with_progress(False)
@@ -81,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     with asyncio.Runner() as runner:
         model = runner.run(builder.build())
         try:
-            chat = Chat(model=model, runner=runner, sampling=sampling, quiet=args.quiet)
+            chat = Chat(
+                model=model, runner=runner, sampling=sampling, request=request, quiet=args.quiet
+            )
             if args.input is None:
                 return talk(chat)
             chat.ask(args.input)
@@ -97,6 +123,8 @@ class Chat:
     model: Model
     runner: asyncio.Runner
     sampling: SamplingParams
+    request: RequestBuilder = attrs.field(factory=RequestBuilder)
+    """What every turn asks for besides: the adapter, and whether to reason."""
     quiet: bool = False
     system: str | None = None
     turns: list[tuple[TextMessageRole, str]] = attrs.field(factory=list)
@@ -104,17 +132,20 @@ class Chat:
     def ask(self, text: str) -> None:
         """Print the answer to `text` as it comes, and remember both.
 
-        Ctrl-C raises KeyboardInterrupt; what was answered until then is remembered.
+        Reasoning is shown dimmed on a terminal, and never remembered. Ctrl-C raises
+        KeyboardInterrupt; what was answered until then is remembered.
         """
-        request = RequestBuilder().set_sampling(self.sampling)
+        request = self.request.set_sampling(self.sampling)
         if self.system is not None:
             request = request.add_message(TextMessageRole.SYSTEM, self.system)
         for role, said in (*self.turns, (TextMessageRole.USER, text)):
             request = request.add_message(role, said)
         pieces: list[str] = []
+        thoughts = Thoughts(shown=sys.stdout.isatty() and not self.quiet)
         try:
-            usage = self.runner.run(_print_answer(self.model, request, pieces))
+            usage = self.runner.run(_print_answer(self.model, request, pieces, thoughts))
         finally:
+            thoughts.end()
             answer = "".join(pieces)
             if answer:
                 print(flush=True)
@@ -143,8 +174,48 @@ class Chat:
             self.sampling = attrs.evolve(self.sampling, top_k=_number(name, value, int))
         elif name == "/topp":
             self.sampling = attrs.evolve(self.sampling, top_p=_number(name, value, float))
+        elif name == "/adapter":
+            self._choose_adapter(value)
         else:
             raise RequestError(f"there is no command {name}; /help shows those there are")
+
+    def _choose_adapter(self, value: str) -> None:
+        loaded = [info.alias for info in self.runner.run(self.model.list_lora_adapters())]
+        word, _, alias = value.partition(" ")
+        if value == "list":
+            print("\n".join(loaded) or "(no adapter is loaded)")
+        elif not value:
+            print(self.request.adapter or "(none: the model alone)")
+        elif value == "none":
+            self.request = self.request.set_adapter(None)
+        else:
+            alias = alias.strip() if word == "use" and alias.strip() else value
+            if alias not in loaded:
+                raise RequestError(
+                    f"there is no adapter {alias!r}: loaded are {', '.join(loaded) or 'none'}; "
+                    "start with --lora ALIAS=SOURCE to have one"
+                )
+            self.request = self.request.set_adapter(alias)
+
+
+@attrs.define(kw_only=True)
+class Thoughts:
+    """Reasoning on its way to the terminal, dimmed; it goes nowhere unless it is to be shown."""
+
+    shown: bool
+    open: bool = False
+
+    def add(self, piece: str) -> None:
+        """Print a piece of it."""
+        if self.shown and piece:
+            print(piece if self.open else _DIM + piece, end="", flush=True)
+            self.open = True
+
+    def end(self) -> None:
+        """What comes next is something else, on a line of its own."""
+        if self.open:
+            print(_PLAIN, flush=True)
+            self.open = False
 
 
 def talk(chat: Chat) -> int:
@@ -179,13 +250,18 @@ def talk(chat: Chat) -> int:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
 
 
-async def _print_answer(model: Model, request: RequestBuilder, pieces: list[str]) -> Usage | None:
+async def _print_answer(
+    model: Model, request: RequestBuilder, pieces: list[str], thoughts: Thoughts
+) -> Usage | None:
     """Print the answer piece by piece and keep the pieces; leaving early ends the request."""
     usage = None
     async with await model.stream_chat_request(request) as stream:
         async for chunk in stream:
             for choice in chunk.choices:
+                thoughts.add(choice.delta.reasoning_content or "")
                 piece = choice.delta.content or ""
+                if piece:
+                    thoughts.end()
                 pieces.append(piece)
                 print(piece, end="", flush=True)
             usage = chunk.usage or usage

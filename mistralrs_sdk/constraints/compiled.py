@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 
 COMPILE_TIMEOUT_S = 5.0
 """Longest a request waits for its constraint to be compiled before it is refused."""
+
+MAX_CHARS = 2**18
+"""Longest text of a constraint."""
+
+_STACK_BYTES = 2**29
+"""Of the thread that compiles. llguidance recurses through rules and references, and a stack that
+overflows would end the process: this holds whatever fits in MAX_CHARS. Only what is used is taken.
+"""
+_stack_size = threading.Lock()
 
 _JSON_OPTIONS: dict[str, Any] = {
     "lenient": False,
@@ -62,9 +72,10 @@ async def compile_in_time(
         await anyio.to_thread.run_sync(vocabulary.load)
     try:
         with anyio.fail_after(timeout):
-            return await anyio.to_thread.run_sync(
-                compile_constraint, constraint, vocabulary, abandon_on_cancel=True
-            )
+            async with vocabulary.turn(constraint):  # one compiles; those who came with it find it
+                return await anyio.to_thread.run_sync(
+                    compile_constraint, constraint, vocabulary, abandon_on_cancel=True
+                )
     except TimeoutError:
         raise RequestError(
             f"the {constraint.kind} constraint takes longer than {timeout:g} s to compile: make "
@@ -83,18 +94,53 @@ def compile_constraint(constraint: Constraint, vocabulary: Vocabulary) -> Compil
     found = vocabulary.find(constraint)
     if found is not None:
         return found
-    if constraint.kind == "json_schema":
-        matcher = _compile_schema(json.loads(constraint.text), vocabulary)
-    else:
-        matcher = _matcher(_grammar(constraint), vocabulary)
-        if error := matcher.get_error():
-            raise RequestError(
-                f"the {constraint.kind} {constraint.text!r:.80} cannot be enforced: "
-                f"{_reason(error)}"
-            )
+    if len(constraint.text) > MAX_CHARS:
+        size = f"it has {len(constraint.text)} characters, and {MAX_CHARS} are allowed"
+        raise RequestError(_refusal(constraint, size))
+    matcher = _on_large_stack(lambda: _compile(constraint, vocabulary))
     compiled = CompiledConstraint(constraint, vocabulary.eos_ids, matcher)
     vocabulary.keep(compiled)
     return compiled
+
+
+def _on_large_stack(compile: Callable[[], LLMatcher]) -> LLMatcher:
+    """Run it on a thread of its own, and return or raise what it does."""
+    made: list[LLMatcher] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            made.append(compile())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="mistralrs-compile", daemon=True)
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)  # of threads that start from now on
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failed:
+        raise failed.pop()
+    return made.pop()
+
+
+def _compile(constraint: Constraint, vocabulary: Vocabulary) -> LLMatcher:
+    try:
+        if constraint.kind == "json_schema":
+            return _compile_schema(json.loads(constraint.text), vocabulary)
+        matcher = _matcher(_grammar(constraint), vocabulary)
+        if error := matcher.get_error():
+            raise RequestError(_refusal(constraint, _reason(error)))
+        return matcher
+    except RecursionError:
+        raise RequestError(_refusal(constraint, "it is nested too deeply")) from None
+    except ValueError as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(_refusal(constraint, _reason(str(error)))) from None
 
 
 def refuse_stops(stop: StopTokens, vocabulary: Vocabulary) -> None:
@@ -109,6 +155,10 @@ def refuse_stops(stop: StopTokens, vocabulary: Vocabulary) -> None:
             f"stop tokens {[*stop.seqs, *ids]!r} could cut a constrained answer where it does not "
             "match yet: leave them out, it ends by itself"
         )
+
+
+def _refusal(constraint: Constraint, why: str) -> str:
+    return f"the {constraint.kind} {constraint.text!r:.80} cannot be enforced: {why}"
 
 
 def _grammar(constraint: Constraint) -> str:

@@ -74,3 +74,5 @@ def _json(what: str, value: Any) -> str:
         if isinstance(error, RequestError):
             raise
         raise RequestError(f"{what} {value!r:.80} is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(f"{what} is nested too deeply: make it flatter") from None

@@ -234,12 +234,15 @@ def _require_an_end(reached: list[Place], root: Any) -> None:
     left = reached
     while True:
         known = len(ending)
+        # There and back: a long chain of references is then known after two rounds.
+        left = left[::-1]
         ending.update(id(p.schema) for p in left if _ends(p, root, ending))
         left = [p for p in left if id(p.schema) not in ending]
         if len(ending) == known:
             break
     if id(root) not in ending:
-        place = next((p for p in left if "$ref" in p.schema), reached[0])
+        endless = (p for p in reached if "$ref" in p.schema and id(p.schema) not in ending)
+        place = next(endless, reached[0])
         raise place.refusal("$ref", "what it refers to never ends: it always contains itself")
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import anyio
 
 from mistralrs_sdk.constraints.constraint import Constraint
 from mistralrs_sdk.errors import RequestError, UnsupportedError
@@ -31,6 +34,9 @@ class Vocabulary:
         self._lock = threading.Lock()
         self._loaded: LLTokenizer | None = None
         self._cache: OrderedDict[Constraint, CompiledConstraint] = OrderedDict()
+        self._turns: weakref.WeakValueDictionary[Constraint, anyio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
 
     @property
     def is_loaded(self) -> bool:
@@ -48,6 +54,13 @@ class Vocabulary:
             if self._loaded is None:
                 self._loaded = self._load()
             return self._loaded
+
+    def turn(self, constraint: Constraint) -> anyio.Lock:
+        """Return the lock of those who want this constraint compiled; for the event loop's side."""
+        lock = self._turns.get(constraint)
+        if lock is None:
+            lock = self._turns[constraint] = anyio.Lock()
+        return lock
 
     def find(self, constraint: Constraint) -> CompiledConstraint | None:
         """Return what was compiled before."""

@@ -67,7 +67,7 @@ def _apply(
 ) -> Any:
     try:
         return processor(line, ids)
-    except Exception as error:
+    except BaseException as error:  # sys.exit too: on this thread it would end all other requests
         raise ProcessorError(
             f"logits processor {name} raised {type(error).__name__}: {error}"
         ) from error
@@ -75,8 +75,10 @@ def _apply(
 
 def _checked(result: Any, *, like: Tensor, name: str) -> Tensor:
     try:
-        line = torch.as_tensor(result, dtype=like.dtype, device=like.device)
-    except (TypeError, ValueError, RuntimeError) as error:
+        given = torch.as_tensor(result, dtype=like.dtype, device=like.device)
+        # Copied, so that what is no plain row of numbers (sparse, a subclass) shows here.
+        line = torch.empty_like(like).copy_(given) if given.shape == like.shape else given
+    except Exception as error:  # whatever its own __array__ raises
         raise ProcessorError(
             f"logits processor {name} returned {type(result).__name__}, not a row of logits"
         ) from error

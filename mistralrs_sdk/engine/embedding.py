@@ -115,7 +115,7 @@ class EmbeddingEngine:
         ended: list[EmbedOutput] = []
         for turn in [t for t in self._turns if t.request.id == request_id]:
             gone = [i for i in turn.waiting if choice in (None, i)]
-            turn.waiting = deque(i for i in turn.waiting if i not in gone)
+            turn.waiting = deque(() if choice is None else (i for i in turn.waiting if i != choice))
             if not turn.waiting:
                 self._turns.remove(turn)
             ended += [self._end(request_id, i, None, "canceled") for i in gone]

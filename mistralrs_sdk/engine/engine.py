@@ -25,6 +25,8 @@ logger = logging.getLogger("mistralrs_sdk.engine")
 
 MAX_FAILED_STEPS = 3
 """Steps in a row that may fail before the engine gives up."""
+MAX_STALE_DEADLINES = 1024
+"""Deadlines of requests that have ended, kept until the next is set: some are days ahead."""
 
 
 class Runner(Protocol):
@@ -94,6 +96,9 @@ class Engine:
             self.scheduler.add(sequence)
             self._metrics.arrived(sequence.id, at=now)
         if request.deadline is not None:
+            if len(self._deadlines) > MAX_STALE_DEADLINES + 2 * len(self._open):
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._open]
+                heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (request.deadline, request.id))
 
     def abort(self, request_id: int, choice: int | None = None) -> list[RequestOutput]:

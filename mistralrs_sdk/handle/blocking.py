@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from mistralrs_sdk.chat.requests import RequestBuilder, RequestLike
@@ -77,8 +77,9 @@ class BlockingModel(_Blocking):
     """A `Model` with plain methods, for scripts, notebooks and threads.
 
     It keeps an event loop of its own on a thread, so it also works where a loop already runs
-    (which it then blocks, as any blocking call would). May be used from several threads. A script
-    that ends without `close()` ends all the same. Its methods are those of `Model`, which documents
+    (which it then blocks, as any blocking call would). May be used from several threads, not from
+    coroutines in its own loop: a tool callback that uses it must be a plain function. A script that
+    ends without `close()` ends all the same. Its methods are those of `Model`, which documents
     them; streams are iterators here.
     """
 
@@ -240,16 +241,28 @@ class BlockingModel(_Blocking):
         return self._model
 
     def close(self) -> None:
-        """Stop the engines and free the models; open requests fail. A second call does nothing."""
-        if not self._loop.stopped:
-            self._loop.run(self._model.aclose())
-            self._loop.stop()
+        """Stop the engines and free the models; open requests fail.
+
+        A second call does nothing; one beside the first waits for it.
+        """
+        self._loop.check_outside()
+        with self._loop.ending:
+            if not self._loop.stopped:
+                try:
+                    self._loop.run(self._model.aclose())
+                finally:
+                    self._loop.stop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        loop = getattr(self, "_loop", None)  # missing if __init__ never ran
+        if loop is not None:
+            loop.stop(wait=False)
 
     def __repr__(self) -> str:
         return f"<BlockingModel of {self._model!r}>"
@@ -260,35 +273,94 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.stopped = False
+        self.ending = threading.Lock()
+        """Held while the model is closed."""
+        self._starting = threading.Lock()
+        """Held while work is handed over, or no more is taken: nothing slips in between."""
         self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="mistralrs-blocking", daemon=True
+            target=_run_loop, args=(self._loop, self._end), name="mistralrs-blocking", daemon=True
         )
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it there and wait; whatever interrupts the wait cancels it."""
+        """Run it there and wait; whatever interrupts the wait cancels it.
+
+        Raises:
+            EngineClosedError: the loop has stopped.
+            RuntimeError: called in the loop itself.
+        """
+        try:
+            self.check_outside()
+        except RuntimeError:
+            coroutine.close()
+            raise
         future = self.start(coroutine)
         if future is None:
-            raise EngineClosedError("the model was closed; build it again to use it")
+            raise EngineClosedError(_CLOSED)
         try:
             return future.result()
-        except BaseException:
+        except BaseException as error:
             future.cancel()
+            if isinstance(error, CancelledError) and self.stopped:
+                raise EngineClosedError(_CLOSED) from None
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T] | None:
         """Run it there without waiting; None if the loop has stopped."""
-        if self.stopped:
-            coroutine.close()
-            return None
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._starting:
+            if not self.stopped:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        return None
 
-    def stop(self) -> None:
-        self.stopped = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def stop(self, *, wait: bool = True) -> None:
+        """Cancel what runs there and end the loop. Harmless when repeated."""
+        with self._starting:
+            if not self.stopped:
+                self.stopped = True
+                self._loop.call_soon_threadsafe(self._end.set)
+        if wait:
+            self._thread.join()
+
+    def check_outside(self) -> None:
+        """Refuse to wait in the loop for the loop.
+
+        Raises:
+            RuntimeError: this is its thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "a BlockingModel was called in its own event loop and would wait for itself for "
+                "ever: make the callback a plain function, or await the methods of inner()"
+            )
+
+
+_CLOSED = "the model was closed; build it again to use it"
+_GRACE = 1.0
+"""Seconds that cancelled tasks have before the loop goes without them."""
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
+    """Serve until `end`, then leave nobody waiting for what will not come."""
+
+    async def serve() -> None:
+        await end.wait()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_GRACE)
+        await asyncio.sleep(0)  # what they told other threads is on its way
+
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(serve())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 async def _next_item(stream: _Stream[T]) -> T | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Self
+from typing import NoReturn, Self
 
 from mistralrs_sdk.handle.adapters import ModelAdapters
 from mistralrs_sdk.handle.names import ModelNames
@@ -115,6 +115,9 @@ class Model(ModelNames, ModelAdapters, ModelSessions, ModelUnsupported):
         if models is not None and not models.closed:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2)
             models.stop()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Model cannot be copied or pickled: share it, or build another")
 
     def __repr__(self) -> str:
         ids = self._models.ids()

@@ -206,8 +206,7 @@ class ModelRegistry:
             task.cancel()
         if loads:
             await asyncio.wait(loads)
-        served = [entry.served for entry in self._entries.values() if entry.served is not None]
-        await asyncio.gather(*(model.aclose() for model in served))
+        await asyncio.gather(*(self._close(entry) for entry in self._entries.values()))
 
     def stop(self) -> None:
         """Tell all engines to end without waiting for them; any thread may."""
@@ -251,6 +250,11 @@ class ModelRegistry:
             served, entry.served = entry.served, None
             if served is not None:
                 await served.aclose()
+
+    async def _close(self, entry: _Entry) -> None:
+        async with entry.turn:  # who is freeing it has not freed it yet
+            if entry.served is not None:
+                await entry.served.aclose()
 
     def _gone(self, entry: _Entry) -> EngineClosedError:
         how = "closed" if self.closed else "unloaded or removed"

@@ -159,7 +159,7 @@ class ModelRequests(ModelHandle):
     def abort(self, id: str, *, model_id: str | None = None) -> None:
         """End the request with this response id; its stream ends with finish_reason "canceled".
 
-        An id that is not running any more is ignored. Ids are those of one model.
+        An id that is not running any more is ignored.
 
         Raises:
             RequestError: this is no response id.

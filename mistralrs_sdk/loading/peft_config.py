@@ -77,9 +77,9 @@ class PeftConfig:
         if self.layers is None:
             return True
         for pattern in self.layers_pattern or (r"[^.]*",):
-            found = re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name)
+            found = re.match(rf"(?:^|.*?\.)(?:{pattern})\.(?P<layer>\d+)\.", name)
             if found:
-                return int(found[1]) in self.layers
+                return int(found["layer"]) in self.layers
         return False
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from mistralrs_sdk.chat.answer_format import AnswerFormat
 from mistralrs_sdk.config import EngineConfig
 from mistralrs_sdk.cpu_threads import format_cpulist
 from mistralrs_sdk.engine.build import EngineInfo
@@ -23,9 +24,14 @@ _SAMPLING_DEFAULTS = {
 }
 
 
-def describe(info: EngineInfo, checkpoint: Checkpoint) -> str:
-    """Lay the settings out as three columns: name, value, where it came from."""
+def describe(info: EngineInfo, checkpoint: Checkpoint, answers: AnswerFormat | None = None) -> str:
+    """Lay the settings out as three columns: name, value, where it came from.
+
+    `answers` says how a model that chats is read; None for one that does not.
+    """
     rows = [*_model_rows(info, checkpoint), *_setting_rows(info), *_text_rows(checkpoint)]
+    if answers is not None:
+        rows += _answer_rows(answers)
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in rows]
     return "\n".join(line.rstrip() for line in lines)
@@ -78,6 +84,13 @@ def _text_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
     for name, value in sorted(checkpoint.generation_config.items()):
         if name in _SAMPLING_DEFAULTS:
             yield f"default {name}", str(value), "generation_config.json"
+
+
+def _answer_rows(answers: AnswerFormat) -> Iterator[tuple[str, str, str]]:
+    tags = answers.reasoning
+    why_tools, why_reasoning = answers.reasons
+    yield "tool calls", answers.tools.name, why_tools
+    yield "reasoning", "none" if tags is None else f"{tags.opens} ... {tags.closes}", why_reasoning
 
 
 def _mib(size: int) -> str:

@@ -22,6 +22,9 @@ from mistralrs_sdk.errors import RequestError
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.sampling_params import SamplingParams
 
+_request_ids = itertools.count(1)
+"""Never reused in a process: the id of an unloaded model must not mean another request."""
+
 
 class RequestMaker:
     """Makes the requests of one model."""
@@ -44,7 +47,6 @@ class RequestMaker:
             size=info.vocab_size,
             eos_ids=checkpoint.tokenizer.eos_token_ids,
         )
-        self._ids = itertools.count(1)
         self._seeds = random.Random(info.config.seed)
 
     async def make(self, prompt_ids: Sequence[int], asked: RequestBuilder) -> Request:
@@ -61,7 +63,7 @@ class RequestMaker:
         eos = frozenset() if sampling.ignore_eos else self._checkpoint.tokenizer.eos_token_ids
         room = self._max_model_len - len(prompt_ids)
         return Request(
-            id=next(self._ids),
+            id=next(_request_ids),
             prompt_ids=tuple(prompt_ids),
             sampling=resolved,
             max_tokens=min(sampling.max_len or room, room),
@@ -105,6 +107,8 @@ class RequestMaker:
         Raises:
             RequestError: it does not.
         """
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray):
+            raise RequestError(f"a prompt is a str or a list of token ids, not {ids!r:.80}")
         size = self._vocab_size
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
+import anyio
 import anyio.to_thread
 import attrs
 
@@ -75,6 +76,8 @@ class ServedModel:
         self.thread = thread
         self.toolbox = toolbox
         self._adapters = adapters
+        self._adapter_loads = anyio.CapacityLimiter(1)
+        """They wait here for each other, not on the threads that encode and compile, too."""
         self._requantiser = requantiser
         self._checkpoint = checkpoint
         self._encoder = encoder
@@ -240,7 +243,7 @@ class ServedModel:
 
     def describe(self) -> str:
         """Return every resolved setting and where it came from, as text for people."""
-        return describe(self.info, self._checkpoint)
+        return describe(self.info, self._checkpoint, self._chat.answers)
 
     async def stats(self) -> SchedulerStats:
         """Return what runs, waits and is cached right now."""
@@ -279,7 +282,7 @@ class ServedModel:
         """Load a LoRA adapter and give it a name; see `Model.load_lora_adapter`."""
         spec = LoraAdapterSpec(alias, source, revision)
         load = functools.partial(self._adapters.load, spec, policy)
-        return await anyio.to_thread.run_sync(load)
+        return await anyio.to_thread.run_sync(load, limiter=self._adapter_loads)
 
     async def unload_adapter(self, alias: str, *, generation: str | None = None) -> LoraAdapterInfo:
         """Take an adapter's name away; see `Model.unload_lora_adapter`."""
@@ -298,8 +301,8 @@ class ServedModel:
         try:
             await self.thread.aclose()
         finally:
+            self._adapters.close()
             await self.toolbox.aclose()
-        self._adapters.close()
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} ({self.info.architecture})>"
@@ -312,7 +315,12 @@ class ServedModel:
         """Check the request against the model, then hand it to the engine."""
         prompt_ids = self._requests.fit(prompt_ids, asked)
         request = await self._requests.make(prompt_ids, asked)
-        stream = await self.thread.submit(request)
+        try:
+            stream = await self.thread.submit(request)
+        except BaseException:
+            if request.adapter is not None:  # else whoever keeps the error keeps the weights
+                request.adapter.release()
+            raise
         return request.id, Generation(self.thread, stream, request, self._tokenizer, chat=chat)
 
     async def _open_completion(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -13,10 +12,9 @@ import attrs
 from mistralrs_sdk.answers.stream import ChatStream
 from mistralrs_sdk.chat.messages import TextMessageRole, text_message
 from mistralrs_sdk.chat.requests import RequestBuilder, RequestLike, as_request
-from mistralrs_sdk.chat.responses import ChatCompletionResponse
 from mistralrs_sdk.chat.tool_progress import AgenticToolCallProgress
-from mistralrs_sdk.chat.tools import Tool, ToolCallResponse, ToolChoice
-from mistralrs_sdk.errors import InferenceError, RequestError
+from mistralrs_sdk.chat.tools import Tool, ToolCallResponse
+from mistralrs_sdk.errors import InferenceError, QueueFullError, RequestError
 from mistralrs_sdk.tools.agent_config import AgentConfig
 from mistralrs_sdk.tools.agent_events import (
     AgentComplete,
@@ -29,9 +27,15 @@ from mistralrs_sdk.tools.agent_events import (
     AgentToolCallsStart,
     ToolResult,
 )
-from mistralrs_sdk.tools.execution import MAX_PARALLEL_CALLS, Approvals, ToolOutcome, run_calls
-from mistralrs_sdk.tools.loop import CANCEL_GRACE, ToolLoopStream
-from mistralrs_sdk.tools.rounds import calling_turn
+from mistralrs_sdk.tools.execution import (
+    CANCEL_GRACE,
+    MAX_PARALLEL_CALLS,
+    Approvals,
+    RunningCalls,
+    ToolOutcome,
+)
+from mistralrs_sdk.tools.loop import ToolLoopStream
+from mistralrs_sdk.tools.rounds import calling_turn, continued
 from mistralrs_sdk.tools.settings import ToolSettings
 from mistralrs_sdk.tools.toolbox import Toolbox
 
@@ -71,8 +75,9 @@ class Agent:
     async def run(self, message: RequestLike) -> AgentResponse:
         """Work on a message (text, messages or a whole request) and return every step.
 
-        A request's own tools are replaced by the agent's. If an answer fails midway, the response
-        holds the steps so far and says so in `stop_reason`.
+        A request's own tools are replaced by the agent's; its deadline is for the whole run. If it
+        fails midway, or a later answer is refused, the response holds the steps so far and says so
+        in `stop_reason`.
 
         Raises:
             RequestError: the first request is at fault.
@@ -108,19 +113,10 @@ class Agent:
         return asked
 
     async def _work(self, asked: RequestBuilder) -> AsyncGenerator[AgentEvent, None]:
+        loop, deadline = asyncio.get_running_loop(), None
+        if asked.deadline is not None:
+            deadline = loop.time() + asked.deadline
         steps: list[AgentStep] = []
-
-        def complete(reason: AgentStopReason) -> AgentComplete:
-            said = steps[-1].response.choices[0].message.content if steps else None
-            return AgentComplete(
-                AgentResponse(
-                    steps=tuple(steps),
-                    final_response=said or None,
-                    iterations=len(steps),
-                    stop_reason=reason,
-                )
-            )
-
         while len(steps) < self._config.max_iterations:
             try:
                 stream = await self._model.stream_chat_request(asked)
@@ -130,56 +126,58 @@ class Agent:
                         if text and not isinstance(item, AgenticToolCallProgress):
                             yield AgentTextDelta(text)
                     response = await stream.collect()
-            except InferenceError as error:
-                yield complete(AgentStopReason.error(str(error)))
+            except (InferenceError, RequestError, QueueFullError) as error:
+                if not steps and not isinstance(error, InferenceError):
+                    raise
+                yield _complete(steps, AgentStopReason.error(str(error)))
                 return
             choice = response.choices[0]
             calls = choice.message.tool_calls or ()
             if choice.finish_reason != "tool_calls" or not calls:
                 steps.append(AgentStep(response=response))
                 answered = bool(choice.message.content)
-                yield complete(
-                    AgentStopReason.TEXT_RESPONSE if answered else AgentStopReason.NO_ACTION
+                yield _complete(
+                    steps, AgentStopReason.TEXT_RESPONSE if answered else AgentStopReason.NO_ACTION
                 )
                 return
             yield AgentToolCallsStart(tuple(calls))
-            outcomes: list[ToolOutcome] = []
-            async with aclosing(self._execute(calls, asked, round=len(steps))) as executed:
-                async for outcome in executed:
-                    outcomes.append(outcome)
-                    yield ToolResult.of(outcome)
-            outcomes.sort(key=lambda outcome: outcome.call.index)
-            results = tuple(ToolResult.of(outcome) for outcome in outcomes)
+            running = self._execute(calls, asked, round=len(steps), deadline=deadline)
+            try:
+                while (event := await running.next_event()) is not None:
+                    if isinstance(event, ToolOutcome):
+                        yield ToolResult.of(event)
+            finally:
+                await running.aclose()
+            results = tuple(ToolResult.of(outcome) for outcome in running.ended())
             steps.append(AgentStep(response=response, tool_calls=calls, tool_results=results))
+            try:
+                turn = calling_turn(choice, running.outcomes())
+            except TimeoutError:
+                reason = "the run failed: its deadline passed while tools ran"
+                yield _complete(steps, AgentStopReason.error(reason))
+                return
             yield AgentToolCallsComplete()
-            asked = _continued(asked, response, outcomes)
-        yield complete(AgentStopReason.MAX_ITERATIONS)
+            left = None if deadline is None else deadline - loop.time()
+            asked = continued(asked, turn, deadline=left)
+        yield _complete(steps, AgentStopReason.MAX_ITERATIONS)
 
-    async def _execute(
-        self, calls: tuple[ToolCallResponse, ...], asked: RequestBuilder, *, round: int
-    ) -> AsyncGenerator[ToolOutcome, None]:
-        """Outcomes as they come."""
-        events: asyncio.Queue[ToolCallResponse | ToolOutcome | None] = asyncio.Queue()
+    def _execute(
+        self,
+        calls: tuple[ToolCallResponse, ...],
+        asked: RequestBuilder,
+        *,
+        round: int,
+        deadline: float | None,
+    ) -> RunningCalls:
         found = [(call, self._toolbox.find(call.function.name, asked)) for call in calls]
-        task = asyncio.create_task(
-            run_calls(
-                [(call, executor) for call, executor in found if executor is not None],
-                round=round,
-                approvals=Approvals(asked.agent_permission, asked.agent_approval_callback),
-                timeout=self._config.tool_timeout,
-                emit=events.put_nowait,
-                max_parallel=MAX_PARALLEL_CALLS if self._config.parallel_tool_execution else 1,
-            )
+        return RunningCalls(
+            [(call, executor) for call, executor in found if executor is not None],
+            round=round,
+            approvals=Approvals(asked.agent_permission, asked.agent_approval_callback),
+            timeout=self._config.tool_timeout,
+            deadline=deadline,
+            max_parallel=MAX_PARALLEL_CALLS if self._config.parallel_tool_execution else 1,
         )
-        task.add_done_callback(lambda _: events.put_nowait(None))
-        try:
-            while (event := await events.get()) is not None:
-                if isinstance(event, ToolOutcome):
-                    yield event
-            await task
-        finally:
-            task.cancel()
-            await asyncio.wait([task], timeout=CANCEL_GRACE)
 
 
 class AgentStream:
@@ -187,18 +185,32 @@ class AgentStream:
 
     def __init__(self, events: AsyncGenerator[AgentEvent, None]) -> None:
         self._events = events
+        self._next: asyncio.Task[AgentEvent | None] | None = None
+        """What comes next, which goes on if who waits for it is cancelled."""
+        self._closed = False
         self._response: AgentResponse | None = None
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> AgentEvent:
-        """Return the next event.
+        """Return the next event. Who is cancelled while waiting may come back.
 
         Raises:
             RequestError, EngineDeadError, EngineClosedError: as `Agent.run`.
         """
-        event = await anext(self._events)
+        if self._closed:
+            raise StopAsyncIteration
+        if self._next is None:
+            self._next = asyncio.create_task(_next_event(self._events))
+        coming = self._next
+        await asyncio.wait([coming])
+        if self._closed:
+            raise StopAsyncIteration
+        self._next = None
+        event = coming.result()
+        if event is None:
+            raise StopAsyncIteration
         if isinstance(event, AgentComplete):
             self._response = event.response
         return event
@@ -217,7 +229,18 @@ class AgentStream:
 
     async def aclose(self) -> None:
         """Abort the answer that runs, and cancel the tools."""
-        await self._events.aclose()
+        self._closed = True
+        coming, self._next = self._next, None
+        if coming is not None:
+            coming.cancel()
+            await asyncio.wait([coming], timeout=2 * CANCEL_GRACE)  # the tools have theirs
+        if coming is None or coming.done():
+            await self._events.aclose()
+
+    def __del__(self) -> None:
+        coming = self._next
+        if coming is not None and not coming.get_loop().is_closed():
+            coming.get_loop().call_soon_threadsafe(coming.cancel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -231,12 +254,17 @@ class AgentStream:
         await self.aclose()
 
 
-def _continued(
-    asked: RequestBuilder, response: ChatCompletionResponse, outcomes: list[ToolOutcome]
-) -> RequestBuilder:
-    """The request after a round of calls; a call that was required was made."""
-    choice = asked.tool_choice
-    if choice.mode == "required":
-        choice = ToolChoice("auto", choice.allowed)
-    turn = calling_turn(response.choices[0], outcomes)
-    return attrs.evolve(asked, messages=(*asked.messages, *turn), tool_choice=choice)
+async def _next_event(events: AsyncGenerator[AgentEvent, None]) -> AgentEvent | None:
+    return await anext(events, None)
+
+
+def _complete(steps: list[AgentStep], reason: AgentStopReason) -> AgentComplete:
+    said = steps[-1].response.choices[0].message.content if steps else None
+    return AgentComplete(
+        AgentResponse(
+            steps=tuple(steps),
+            final_response=said or None,
+            iterations=len(steps),
+            stop_reason=reason,
+        )
+    )

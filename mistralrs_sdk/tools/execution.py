@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import attrs
 
@@ -23,6 +25,10 @@ from mistralrs_sdk.tools.callbacks import ToolError, ToolExecutor, call_here_or_
 
 MAX_PARALLEL_CALLS = 16
 """Calls of one round that are executed at once; the others wait."""
+CANCEL_GRACE = 1.0
+"""Seconds that cancelled callbacks have to clean up before nobody waits for them any more."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +85,82 @@ class Approvals:
             ),
             arguments=call.function.arguments,
         )
-        try:
-            decision = await call_here_or_in_thread(self.callback, approval)
-        except (Exception, SystemExit):
-            logger.warning("the approval of a call of %s failed", name, exc_info=True)
+        decision = await _in_own_task(_decide(self.callback, approval))
+        if decision is None:
             return f"the call of {name} was denied: asking for approval failed"
-        if not isinstance(decision, AgentToolApprovalDecision):
-            decision = AgentToolApprovalDecision(decision is True)
         if not decision.approved:
             return decision.message or f"the call of {name} was denied by the user"
         if decision.remember_for_session:
             self.remembered.add(name)
         return None
+
+
+class RunningCalls:
+    """The calls of one round while they run: what happens as it comes, outcomes at the end."""
+
+    def __init__(
+        self,
+        calls: Iterable[tuple[ToolCallResponse, ToolExecutor | str]],
+        *,
+        round: int,
+        session_id: str | None = None,
+        approvals: Approvals,
+        timeout: float | None,
+        deadline: float | None = None,
+        max_parallel: int = MAX_PARALLEL_CALLS,
+    ) -> None:
+        """Start them; see `run_calls`."""
+        self._events: asyncio.Queue[ToolCallResponse | ToolOutcome | None] = asyncio.Queue()
+        self._ended: list[ToolOutcome] = []
+        run = run_calls(
+            calls,
+            round=round,
+            session_id=session_id,
+            approvals=approvals,
+            timeout=timeout,
+            deadline=deadline,
+            emit=functools.partial(_note, self._events, self._ended),
+            max_parallel=max_parallel,
+        )
+        self._task = asyncio.create_task(run)
+        wake = functools.partial(self._events.put_nowait, None)
+        self._task.add_done_callback(lambda _: wake())
+
+    async def next_event(self) -> ToolCallResponse | ToolOutcome | None:
+        """A call that begins or the outcome of one; None once all ended or it was interrupted."""
+        return await self._events.get()
+
+    def outcomes(self) -> list[ToolOutcome]:
+        """All outcomes, in the order of the calls, once all have ended.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
+        return self._task.result()
+
+    def ended(self) -> list[ToolOutcome]:
+        """The outcomes there are so far, in the order of the calls."""
+        return sorted(self._ended, key=lambda outcome: outcome.call.index)
+
+    def interrupt(self) -> None:
+        """Cancel them, without waiting for what does not heed it."""
+        self._task.cancel()
+        self._events.put_nowait(None)
+
+    async def aclose(self) -> None:
+        """Cancel them and wait until they have cleaned up, for `CANCEL_GRACE` at most."""
+        self.interrupt()
+        await asyncio.wait([self._task], timeout=CANCEL_GRACE)
+
+
+def _note(
+    events: asyncio.Queue[ToolCallResponse | ToolOutcome | None],
+    ended: list[ToolOutcome],
+    event: ToolCallResponse | ToolOutcome,
+) -> None:
+    if isinstance(event, ToolOutcome):
+        ended.append(event)
+    events.put_nowait(event)
 
 
 async def run_calls(
@@ -100,6 +170,7 @@ async def run_calls(
     session_id: str | None = None,
     approvals: Approvals,
     timeout: float | None,
+    deadline: float | None = None,
     emit: Callable[[ToolCallResponse | ToolOutcome], None],
     max_parallel: int = MAX_PARALLEL_CALLS,
 ) -> list[ToolOutcome]:
@@ -107,7 +178,11 @@ async def run_calls(
 
     Nothing a tool does raises here: what fails becomes an outcome with an error. `timeout` is in
     seconds and for each call; MCP servers have their own. `emit` gets a call when it begins and
-    its outcome when it ends. Cancelling cancels the calls; worker threads are left to themselves.
+    its outcome when it ends. Cancelling cancels the calls; worker threads, and coroutines that do
+    not end within `CANCEL_GRACE`, are left to themselves.
+
+    Raises:
+        TimeoutError: `deadline`, a time of the event loop, has passed.
     """
     places = asyncio.Semaphore(max_parallel)
 
@@ -124,7 +199,7 @@ async def run_calls(
         return outcome
 
     tasks: list[asyncio.Task[ToolOutcome]] = []
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as group:
         for call, executor in calls:
             context = ToolCallContext(
                 session_id=session_id, round=round, tool_name=call.function.name
@@ -142,24 +217,67 @@ async def _run_one(
     *,
     timeout: float | None,
 ) -> ToolOutcome:
-    name = call.function.name
-    limit = asyncio.timeout(None if executor.source == "mcp" else timeout)
+    limit = None if executor.source == "mcp" else timeout
     try:
-        async with limit:
-            return ToolOutcome(call, await executor.run(call.function, context))
+        return await _in_own_task(_attempt(call, executor, context), timeout=limit)
+    except TimeoutError:
+        reason = f"{call.function.name} gave no result within {timeout:g} s"
+        return ToolOutcome(call, "", reason)
+
+
+async def _attempt(
+    call: ToolCallResponse, executor: ToolExecutor, context: ToolCallContext
+) -> ToolOutcome:
+    try:
+        return ToolOutcome(call, await executor.run(call.function, context))
     except ToolError as error:
         return ToolOutcome(call, "", str(error))
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+    except BaseException as error:
+        if _is_not_its_own(error):
             raise
-        return _failed(call, error)  # the tool's own doing
-    except (Exception, SystemExit) as error:
-        if isinstance(error, TimeoutError) and limit.expired():
-            return ToolOutcome(call, "", f"{name} gave no result within {timeout:g} s")
-        return _failed(call, error)
+        logger.warning("the tool %s failed", call.function.name, exc_info=error)
+        return ToolOutcome(call, "", f"{type(error).__name__}: {error}")
 
 
-def _failed(call: ToolCallResponse, error: BaseException) -> ToolOutcome:
-    logger.warning("the tool %s failed", call.function.name, exc_info=error)
-    return ToolOutcome(call, "", f"{type(error).__name__}: {error}")
+async def _decide(
+    callback: ApprovalCallback, approval: AgentToolApproval
+) -> AgentToolApprovalDecision | None:
+    """What was decided; None if asking failed."""
+    try:
+        decision = await call_here_or_in_thread(callback, approval)
+    except BaseException as error:
+        if _is_not_its_own(error):
+            raise
+        logger.warning("the approval of a call of %s failed", approval.tool.label, exc_info=error)
+        return None
+    if isinstance(decision, AgentToolApprovalDecision):
+        return decision
+    return AgentToolApprovalDecision(decision is True)
+
+
+def _is_not_its_own(error: BaseException) -> bool:
+    """Whether what comes out of a callback was meant for us: it must go on."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt | GeneratorExit)
+
+
+async def _in_own_task(work: Coroutine[Any, Any, T], *, timeout: float | None = None) -> T:
+    """Await what people wrote, in a task of its own: if it heeds no cancelling, it is left behind.
+
+    Raises:
+        TimeoutError: it took longer than `timeout` seconds.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task], timeout=timeout)
+        if not task.done():
+            raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=CANCEL_GRACE)
+            if not task.done():
+                logger.warning("a callback goes on although it was cancelled: %r", task)
+    return task.result()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Self
@@ -14,40 +12,28 @@ import attrs
 from mistralrs_sdk.answers.stream import ChatStream
 from mistralrs_sdk.chat.messages import Message
 from mistralrs_sdk.chat.requests import RequestBuilder
-from mistralrs_sdk.chat.responses import (
-    ChatCompletionChunkResponse,
-    ChatCompletionResponse,
-    Usage,
-)
+from mistralrs_sdk.chat.responses import ChatCompletionResponse, Usage
 from mistralrs_sdk.chat.tool_events import AgenticToolCallRecord
-from mistralrs_sdk.chat.tool_progress import AgenticToolCallProgress
-from mistralrs_sdk.chat.tools import ToolCallResponse, ToolChoice
-from mistralrs_sdk.errors import EngineClosedError, InferenceError, RequestError
-from mistralrs_sdk.tools.execution import Approvals, ToolOutcome, run_calls
+from mistralrs_sdk.errors import EngineClosedError, InferenceError, QueueFullError, RequestError
+from mistralrs_sdk.tools.execution import CANCEL_GRACE, Approvals, RunningCalls, ToolOutcome
+from mistralrs_sdk.tools.joined_chunks import JoinedChunks, StreamItem
 from mistralrs_sdk.tools.rounds import (
-    CallFilter,
     calling_turn,
+    continued,
     ended_by,
     joined,
-    only_end,
     progress,
     require_one_choice,
-    says_something,
     sum_of,
     with_calls,
-    without_end,
 )
 from mistralrs_sdk.tools.sessions import SessionLease
 from mistralrs_sdk.tools.toolbox import Toolbox
 
 MAX_TOOL_ROUNDS = 256
 """Rounds of calls if the request sets no limit."""
-CANCEL_GRACE = 1.0
-"""Seconds that cancelled callbacks have to clean up before nobody waits for them any more."""
 
 StreamRound = Callable[[RequestBuilder], Awaitable[ChatStream]]
-StreamItem = ChatCompletionChunkResponse | AgenticToolCallProgress
-"""What a stream gives: chunks of answers, and between them what tools do."""
 
 
 async def open_stream(
@@ -122,14 +108,16 @@ class ToolLoopStream:
         self._round = 0
         self._usages: list[Usage] = []
         self._records: list[AgenticToolCallRecord] = []
-        self._ready: deque[StreamItem] = deque()
-        self._last_chunk: ChatCompletionChunkResponse | None = None
-        self._calls = CallFilter(self._hidden())
-        self._events: asyncio.Queue[ToolCallResponse | ToolOutcome | None] = asyncio.Queue()
-        self._running: asyncio.Task[list[ToolOutcome]] | None = None
+        self._chunks = JoinedChunks(self.id, is_hidden=self._hidden())
+        self._running: RunningCalls | None = None
+        self._opening: asyncio.Task[ChatStream] | None = None
+        """The next round, while it waits for its place in the engine."""
         self._in_question: ChatCompletionResponse | None = None
+        """The answer whose calls are executed, until the next round begins."""
         self._answer: ChatCompletionResponse | None = None
+        self._is_read = False
         self._aborted = False
+        self._closed = False
         self._ended = False
         toolbox.running[self.id] = self
 
@@ -140,14 +128,16 @@ class ToolLoopStream:
         """Return the next chunk or event.
 
         Raises:
-            InferenceError: a round failed; `partial_response` holds what that round had.
+            InferenceError: a round failed, or a later one was refused; `partial_response` holds
+                what the last round had, and the calls that were executed.
             EngineDeadError, EngineClosedError: there is no engine any more.
+            RuntimeError: another task is reading.
         """
-        while not self._ready:
+        while not self._chunks.ready:
             if self._ended:
                 raise StopAsyncIteration
             await self._advance()
-        return self._ready.popleft()
+        return self._chunks.ready.popleft()
 
     async def collect(self) -> ChatCompletionResponse:
         """Read to the end and return the last round's answer, with the calls and usage of all.
@@ -157,29 +147,35 @@ class ToolLoopStream:
         """
         while not self._ended:
             await self._advance()
-        self._ready.clear()
+        self._chunks.ready.clear()
         return self._answer or self._complete(await self._stream.collect())
 
     async def aclose(self) -> None:
         """Abort the answer and cancel the callbacks that run."""
-        self._ready.clear()
+        self._chunks.ready.clear()
         running, self._running = self._running, None
+        opening, self._opening = self._opening, None
+        if running is not None:
+            self._record(running)
+        if self._in_question is not None and self._answer is None:
+            self._answer = self._complete(ended_by(self._in_question, "canceled"))
         self._end()
         await self._stream.aclose()
         if running is not None:
-            running.cancel()
-            await asyncio.wait([running], timeout=CANCEL_GRACE)
+            await running.aclose()
+        if opening is not None:
+            await _discard(opening)
 
     def abort(self) -> str:
         """End it; returns the id of the current round, to be aborted in the engine."""
         self._aborted = True
-        self.cancel_tools()
+        self._interrupt()
         return self._stream.id
 
     def cancel_tools(self) -> None:
-        """Stop running tools: without `abort` the stream then fails, as the model was closed."""
-        if self._running is not None:
-            self._running.cancel()
+        """Stop running tools, as the model is closed: the stream then fails."""
+        self._closed = True
+        self._interrupt()
 
     async def __aenter__(self) -> Self:
         return self
@@ -194,28 +190,37 @@ class ToolLoopStream:
 
     def __del__(self) -> None:
         if not self._ended and not self._loop.is_closed():
-            running, lease = self._running, self._lease
+            running, opening, lease = self._running, self._opening, self._lease
             if running is not None:
-                self._loop.call_soon_threadsafe(running.cancel)
+                self._loop.call_soon_threadsafe(running.interrupt)
+            if opening is not None:
+                self._loop.call_soon_threadsafe(opening.cancel)
             if lease is not None:
                 self._loop.call_soon_threadsafe(lease.release)
 
     # Inside
 
     async def _advance(self) -> None:
-        """Wait for what comes next and make it ready, or end."""
-        if self._running is not None:
-            event = await self._events.get()
-            if event is not None:
-                self._ready.append(progress(event, self._round))
-            elif self._running is not None:  # else it was closed meanwhile
-                await self._go_on(self._running)
-            return
+        """Wait for what comes next and make it ready, or end. Who stops waiting may come back."""
+        if self._is_read:
+            raise RuntimeError("two tasks read one stream: let one read it and share what comes")
+        self._is_read = True
+        try:
+            if self._running is not None:
+                await self._follow(self._running)
+            elif self._opening is not None:
+                await self._begin_round(self._opening)
+            else:
+                await self._read()
+        finally:
+            self._is_read = False
+
+    async def _read(self) -> None:
         try:
             chunk = await anext(self._stream, None)
             response = await self._stream.collect() if chunk is None else None
         except asyncio.CancelledError:
-            raise  # whoever waits may come back
+            raise
         except BaseException as error:
             self._end()
             if isinstance(error, InferenceError) and error.partial_response is not None:
@@ -223,21 +228,9 @@ class ToolLoopStream:
                 error.partial_response = self._complete(error.partial_response)
             raise
         if chunk is not None:
-            self._show(chunk)
+            self._chunks.show(chunk)
         elif response is not None and not self._ended:
             self._end_round(response)
-
-    def _show(self, chunk: ChatCompletionChunkResponse) -> None:
-        """Pass a chunk on, without what only the end can tell and without calls executed here."""
-        choice = chunk.choices[0]
-        delta = attrs.evolve(choice.delta, tool_calls=self._calls.shown(choice.delta.tool_calls))
-        chunk = attrs.evolve(
-            chunk, id=self.id, choices=(attrs.evolve(choice, delta=delta),), usage=None
-        )
-        if choice.finish_reason is not None:
-            self._last_chunk = chunk
-        elif says_something(chunk):
-            self._ready.append(chunk)
 
     def _end_round(self, response: ChatCompletionResponse) -> None:
         """Execute the calls of a finished round, or end with its answer."""
@@ -247,42 +240,44 @@ class ToolLoopStream:
         found = [(call, self._toolbox.find(call.function.name, self._asked)) for call in calls]
         ours = [(call, executor) for call, executor in found if executor is not None]
         if not self._executes or choice.finish_reason != "tool_calls" or not ours or self._aborted:
-            self._show_rest()
+            self._chunks.show_hidden()
             self._finish(response)
             return
-        if self._last_chunk is not None and says_something(self._last_chunk):
-            self._ready.append(without_end(self._last_chunk))
+        self._check_open()
+        self._chunks.show_last()
         self._in_question = response
-        run = run_calls(
+        self._running = RunningCalls(
             ours,
             round=self._round,
             session_id=None if self._lease is None else self._lease.id,
             approvals=self._approvals,
             timeout=self._toolbox.settings.timeout,
-            emit=self._events.put_nowait,
+            deadline=self._deadline,
         )
-        self._running = self._loop.create_task(_until(run, self._deadline))
-        wake = functools.partial(self._events.put_nowait, None)
-        self._running.add_done_callback(lambda _: wake())
 
-    def _show_rest(self) -> None:
-        """Show calls that were kept back to be executed and are not."""
-        rest, last = self._calls.rest(), self._last_chunk
-        if rest is not None and last is not None:
-            choice = last.choices[0]
-            delta = attrs.evolve(choice.delta, tool_calls=(choice.delta.tool_calls or ()) + rest)
-            self._last_chunk = attrs.evolve(last, choices=(attrs.evolve(choice, delta=delta),))
+    def _interrupt(self) -> None:
+        """Cancel what runs between two answers, without waiting for what does not heed it."""
+        if self._running is not None:
+            self._running.interrupt()
+        if self._opening is not None:
+            self._opening.cancel()
 
-    async def _go_on(self, done: asyncio.Task[list[ToolOutcome]]) -> None:
-        """Give the results to the model, or the calls that are left to the caller."""
-        response, self._in_question, self._running = self._in_question, None, None
+    async def _follow(self, running: RunningCalls) -> None:
+        """Tell what tools do; give their results to the model, or what is left to the caller."""
+        event = await running.next_event()
+        if event is not None:
+            self._chunks.ready.append(progress(event, self._round))
+            return
+        if self._running is None:  # closed meanwhile
+            return
+        response, self._running = self._in_question, None
         assert response is not None
-        self._last_chunk = None if self._last_chunk is None else only_end(self._last_chunk)
+        self._record(running)
         if self._aborted:
             self._finish(ended_by(response, "canceled"))
             return
-        outcomes = self._outcomes(done, response)
-        self._records += [outcome.record(self._round) for outcome in outcomes]
+        self._check_open()
+        outcomes = self._outcomes(running, response)
         choice = response.choices[0]
         turn = calling_turn(choice, outcomes)
         executed = {outcome.call.id for outcome in outcomes}
@@ -291,49 +286,61 @@ class ToolLoopStream:
             self._finish(with_calls(response, left), turn)
             return
         self._round += 1
-        self._asked = self._next_request(turn)
-        try:
-            stream = await self._stream_round(self._asked)
-        except BaseException:
-            self._end()
-            raise
-        if self._ended or self._aborted:  # while the next round was being opened
-            await stream.aclose()
-            self._finish(ended_by(response, "canceled"))
-            return
-        self._stream = stream
-        self._calls = CallFilter(self._hidden())
-        self._last_chunk = None
+        limit, deadline = self._asked.max_tool_rounds, self._deadline
+        self._asked = continued(
+            self._asked,
+            turn,
+            must_answer=self._round >= (MAX_TOOL_ROUNDS if limit is None else limit),
+            deadline=None if deadline is None else deadline - self._loop.time(),
+        )
+        self._opening = self._loop.create_task(_open(self._stream_round, self._asked))
 
-    def _outcomes(
-        self, done: asyncio.Task[list[ToolOutcome]], response: ChatCompletionResponse
-    ) -> list[ToolOutcome]:
+    def _outcomes(self, ended: RunningCalls, response: ChatCompletionResponse) -> list[ToolOutcome]:
         try:
-            return done.result()
-        except asyncio.CancelledError:
-            self._end()
-            raise EngineClosedError("the model was closed while tools ran") from None
+            return ended.outcomes()
         except TimeoutError:
             self._end()
             raise InferenceError(
                 "the request failed: its deadline passed while tools ran",
                 partial_response=self._complete(ended_by(response, "error")),
             ) from None
+        except BaseException:
+            self._end()
+            raise
 
-    def _next_request(self, turn: Iterable[Message]) -> RequestBuilder:
-        choice = self._asked.tool_choice
-        if choice.mode == "required":  # it was called; now the model decides
-            choice = ToolChoice("auto", choice.allowed)
-        limit = self._asked.max_tool_rounds
-        if self._round >= (MAX_TOOL_ROUNDS if limit is None else limit):
-            choice = ToolChoice.NONE  # an answer must come
-        deadline = self._deadline
-        return attrs.evolve(
-            self._asked,
-            messages=(*self._asked.messages, *turn),
-            tool_choice=choice,
-            deadline=None if deadline is None else max(deadline - self._loop.time(), 1e-3),
-        )
+    async def _begin_round(self, opening: asyncio.Task[ChatStream]) -> None:
+        """Wait until the next round has its place in the engine."""
+        await asyncio.wait([opening])
+        if self._opening is None:  # closed meanwhile
+            return
+        response, self._opening = self._in_question, None
+        assert response is not None
+        if self._aborted:
+            self._finish(ended_by(response, "canceled"))
+            await _discard(opening)
+            return
+        self._check_open()
+        try:
+            self._stream = opening.result()
+        except (RequestError, QueueFullError) as error:  # tools have run: it did begin
+            self._end()
+            raise InferenceError(
+                f"the request failed: its round {self._round + 1} was refused: {error}",
+                partial_response=self._complete(ended_by(response, "error")),
+            ) from error
+        except BaseException:
+            self._end()
+            raise
+        self._in_question = None
+        self._chunks.begin_round(self._hidden())
+
+    def _record(self, running: RunningCalls) -> None:
+        self._records += [outcome.record(self._round) for outcome in running.ended()]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            self._end()
+            raise EngineClosedError("the model was closed while tools ran")
 
     def _finish(
         self, response: ChatCompletionResponse, turn: Iterable[Message] | None = None
@@ -344,21 +351,7 @@ class ToolLoopStream:
             turn = calling_turn(choice, ()) if turn is None else turn
             self._lease.commit((*self._asked.messages, *turn))
         self._answer = self._complete(response)
-        last = self._last_chunk
-        if last is not None:
-            ending = attrs.evolve(
-                last.choices[0],
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-            )
-            self._ready.append(
-                attrs.evolve(
-                    last,
-                    choices=(ending,),
-                    usage=self._answer.usage,
-                    session_id=self._answer.session_id,
-                )
-            )
+        self._chunks.end(self._answer)
         self._end()
 
     def _complete(self, response: ChatCompletionResponse) -> ChatCompletionResponse:
@@ -385,6 +378,13 @@ class ToolLoopStream:
         return lambda name: toolbox.find(name, asked) is not None
 
 
-async def _until(run: Awaitable[list[ToolOutcome]], deadline: float | None) -> list[ToolOutcome]:
-    async with asyncio.timeout_at(deadline):
-        return await run
+async def _open(stream_round: StreamRound, asked: RequestBuilder) -> ChatStream:
+    return await stream_round(asked)
+
+
+async def _discard(opening: asyncio.Task[ChatStream]) -> None:
+    """Let go of a round that nobody wants any more, however far it has come."""
+    opening.cancel()
+    await asyncio.wait([opening], timeout=CANCEL_GRACE)
+    if opening.done() and not opening.cancelled() and opening.exception() is None:
+        await opening.result().aclose()

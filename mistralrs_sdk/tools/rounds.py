@@ -1,4 +1,4 @@
-"""How the chunks and the answer of one round become part of an answer in rounds."""
+"""How the request and the answer of one round become part of those in rounds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ import attrs
 
 from mistralrs_sdk.chat.messages import Message
 from mistralrs_sdk.chat.requests import RequestBuilder
-from mistralrs_sdk.chat.responses import (
-    ChatCompletionChunkResponse,
-    ChatCompletionResponse,
-    Choice,
-    ChunkChoice,
-    Delta,
-    Usage,
-)
+from mistralrs_sdk.chat.responses import ChatCompletionResponse, Choice, Usage
 from mistralrs_sdk.chat.tool_progress import AgenticToolCallProgress
-from mistralrs_sdk.chat.tools import ToolCallResponse
+from mistralrs_sdk.chat.tools import ToolCallResponse, ToolChoice
 from mistralrs_sdk.errors import RequestError
 from mistralrs_sdk.tools.execution import ToolOutcome
 
@@ -92,6 +85,30 @@ def calling_turn(choice: Choice, outcomes: Iterable[ToolOutcome]) -> list[Messag
     return [said, *results]
 
 
+def continued(
+    asked: RequestBuilder,
+    turn: Iterable[Message],
+    *,
+    must_answer: bool = False,
+    deadline: float | None = None,
+) -> RequestBuilder:
+    """The request for the round after this turn, `deadline` seconds of its time being left.
+
+    A call that was required was made: now the model decides. Or it `must_answer` without a call.
+    """
+    choice = asked.tool_choice
+    if must_answer:
+        choice = ToolChoice.NONE
+    elif choice.mode == "required":
+        choice = ToolChoice("auto", choice.allowed)
+    return attrs.evolve(
+        asked,
+        messages=(*asked.messages, *turn),
+        tool_choice=choice,
+        deadline=None if deadline is None else max(deadline, 1e-3),
+    )
+
+
 def progress(event: ToolCallResponse | ToolOutcome, round: int) -> AgenticToolCallProgress:
     """What a stream shows of a call that begins or has ended."""
     call = event.call if isinstance(event, ToolOutcome) else event
@@ -122,24 +139,6 @@ def ended_by(response: ChatCompletionResponse, finish_reason: str) -> ChatComple
     """A response that ended for this reason."""
     choice = attrs.evolve(response.choices[0], finish_reason=finish_reason, stop_reason=None)
     return attrs.evolve(response, choices=(choice,))
-
-
-def says_something(chunk: ChatCompletionChunkResponse) -> bool:
-    """Whether a reader loses anything without this chunk."""
-    choice = chunk.choices[0]
-    delta = choice.delta
-    return bool(delta.content or delta.reasoning_content or delta.tool_calls or choice.logprobs)
-
-
-def without_end(chunk: ChatCompletionChunkResponse) -> ChatCompletionChunkResponse:
-    """A chunk that does not end its choice."""
-    choice = attrs.evolve(chunk.choices[0], finish_reason=None, stop_reason=None)
-    return attrs.evolve(chunk, choices=(choice,))
-
-
-def only_end(chunk: ChatCompletionChunkResponse) -> ChatCompletionChunkResponse:
-    """A last chunk whose content was shown before."""
-    return attrs.evolve(chunk, choices=(ChunkChoice(index=0, delta=Delta(content="")),))
 
 
 def sum_of(usages: Iterable[Usage]) -> Usage:

@@ -1,0 +1,123 @@
+"""`create_app`: the Starlette application that serves a `Model`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from mistralrs_sdk import MistralRsError, Model
+from mistralrs_sdk.server import (
+    adapters,
+    anthropic_api,
+    chat,
+    completions,
+    embeddings,
+    metrics,
+    models,
+    openapi,
+    responses_api,
+    sessions,
+    tokens,
+    web_page,
+)
+from mistralrs_sdk.server.errors import HttpError, error_response
+from mistralrs_sdk.server.middleware import CatchErrors, Observe, RequireKey
+from mistralrs_sdk.server.responses_store import ResponsesStore
+from mistralrs_sdk.server.settings import ServerSettings
+
+_OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json", "/api-doc/openapi.json"})
+"""What needs no key: nothing there is secret, and probes and browsers cannot send one."""
+
+
+def create_app(model: Model, *, settings: ServerSettings | None = None) -> Starlette:
+    """Return an ASGI app that serves a model over HTTP, as OpenAI's and Anthropic's APIs.
+
+    Run it with any ASGI server in the event loop the model was built in, or mount it in another
+    app. It does not close the model. `settings` defaults to `ServerSettings()`; what concerns
+    listening (host, port, draining) is for who runs it. A mounted app has no lifespan: call
+    `await app.state.responses.aclose()` at the end if responses were made in the background.
+    """
+    settings = settings or ServerSettings()
+    counted = metrics.ServerMetrics()
+    responses = ResponsesStore()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await responses.aclose()
+
+    app = Starlette(
+        routes=_routes(settings, responses),
+        lifespan=lifespan,
+        middleware=_middleware(settings, counted),
+        exception_handlers={
+            kind: _answer_error
+            for kind in (HttpError, HTTPException, MistralRsError, ClientDisconnect)
+        },
+    )
+    app.state.model = model
+    app.state.settings = settings
+    app.state.metrics = counted
+    app.state.responses = responses
+    app.state.started = models.now()
+    return app
+
+
+def _routes(settings: ServerSettings, responses: ResponsesStore) -> list[Route]:
+    page = web_page.routes() if settings.web_page else [Route("/", _say_ok, methods=["GET"])]
+    return [
+        *page,
+        *chat.routes(),
+        *completions.routes(),
+        *responses_api.routes(responses),
+        *anthropic_api.routes(),
+        *embeddings.routes(),
+        *tokens.routes(),
+        *adapters.routes(may_change=settings.allow_runtime_adapters),
+        *sessions.routes(),
+        *models.routes(),
+        *metrics.routes(metrics=settings.metrics),
+        *(openapi.routes() if settings.docs else []),
+    ]
+
+
+def _middleware(settings: ServerSettings, counted: metrics.ServerMetrics) -> list[Middleware]:
+    """From the outermost to the innermost."""
+    layers = [Middleware(Observe, settings=settings, begun=counted.begun, ended=counted.ended)]
+    if settings.cors_origins:  # before the key: a browser asks for permission without one
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
+        )
+    layers.append(Middleware(CatchErrors))
+    if settings.api_key is not None:
+        open_paths = _OPEN_PATHS | (web_page.PUBLIC_PATHS if settings.web_page else frozenset())
+        layers.append(Middleware(RequireKey, key=settings.api_key, open_paths=open_paths))
+    return layers
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # Starlette's own: no such path, or not this method
+        what = f"{request.method} {request.url.path}"
+        hint = "/docs lists what there is" if request.app.state.settings.docs else "check the path"
+        error = HttpError(
+            error.status_code, f"{error.detail}: {what}; {hint}", headers=error.headers
+        )
+    return error_response(error)
+
+
+async def _say_ok(request: Request) -> Response:
+    return PlainTextResponse("OK")

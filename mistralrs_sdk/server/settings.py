@@ -1,0 +1,126 @@
+"""`ServerSettings`: how the HTTP server listens, whom it lets in, and what it tells."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any, Literal
+
+import attrs
+
+from mistralrs_sdk import ConfigError
+
+MIB = 2**20
+
+
+def _tuple(values: Any) -> Any:
+    return tuple(values) if isinstance(values, list) else values
+
+
+@attrs.frozen(kw_only=True)
+class ServerSettings:
+    """The settings of `create_app` and `mistralrs-sdk serve`; checked when made.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 1234
+    """0 lets the system choose a free one."""
+    api_key: str | None = attrs.field(default=None, repr=False)
+    """What clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; None: nothing."""
+    cors_origins: tuple[str, ...] = attrs.field(default=(), converter=_tuple)
+    """Origins whose pages may call from a browser; "*" is any."""
+    max_body_bytes: int = 50 * MIB
+    keep_alive_seconds: float = 10
+    """After this long without an event a stream gets a comment, so that nothing closes it."""
+    drain_seconds: float = 30
+    """How long answers that run may take to end once the server is told to stop."""
+    access_log: Literal["text", "json"] | None = "text"
+    access_log_health: bool = False
+    """Whether /health, /metrics and the page's panel are in the access log."""
+    request_id_header: bool = True
+    """Whether answers carry `x-request-id`: the client's, or a new one."""
+    metrics: bool = True
+    """Whether /metrics answers."""
+    docs: bool = True
+    """Whether /docs and the OpenAPI description are there."""
+    web_page: bool = True
+    """Whether / is a page for people."""
+    allow_runtime_adapters: bool = False
+    """Whether clients may load and unload LoRA adapters."""
+    max_tool_rounds: int | None = None
+    """Rounds of calls executed here, for requests that do not say; None: 256."""
+    tool_dispatch_url: str | None = None
+    """Where calls of tools that nothing here executes are sent; None: they end the answer."""
+
+    def __attrs_post_init__(self) -> None:
+        _require(isinstance(self.host, str) and self.host != "", "host", self.host, "an address")
+        _whole("port", self.port, 0, 65535)
+        _whole("max_body_bytes", self.max_body_bytes, 1, None)
+        _seconds("keep_alive_seconds", self.keep_alive_seconds, above=0)
+        _seconds("drain_seconds", self.drain_seconds, above=-1)
+        if self.api_key is not None:
+            usable = isinstance(self.api_key, str) and self.api_key.isascii()
+            usable = usable and self.api_key.isprintable() and bool(self.api_key.strip())
+            # the value is a secret: it is not shown
+            _require(
+                usable, "api_key", "...", "printable ASCII and not empty: headers hold no more"
+            )
+        origins = self.cors_origins
+        listed = isinstance(origins, tuple) and all(isinstance(each, str) for each in origins)
+        _require(listed, "cors_origins", origins, 'a list of origins such as "https://example.org"')
+        _require(
+            self.access_log in ("text", "json", None),
+            "access_log",
+            self.access_log,
+            '"text", "json" or None',
+        )
+        if self.max_tool_rounds is not None:
+            _whole("max_tool_rounds", self.max_tool_rounds, 0, None)
+        url = self.tool_dispatch_url
+        valid = isinstance(url, str) and url.startswith(("http://", "https://"))
+        _require(url is None or valid, "tool_dispatch_url", url, "an http:// or https:// address")
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, value, "True or False")
+
+    @property
+    def open_to_others(self) -> bool:
+        """Whether other machines can reach it, without a key."""
+        return self.api_key is None and not _is_loopback(self.host)
+
+
+_SWITCHES = (
+    "access_log_health",
+    "allow_runtime_adapters",
+    "docs",
+    "metrics",
+    "request_id_header",
+    "web_page",
+)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _require(valid: bool, name: str, value: object, wanted: str) -> None:
+    if not valid:
+        raise ConfigError(f"{name} ({value!r}) must be {wanted}")
+
+
+def _whole(name: str, value: Any, least: int, most: int | None) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    valid = valid and (most is None or value <= most)
+    range_text = f"at least {least}" if most is None else f"from {least} to {most}"
+    _require(valid, name, value, f"a whole number, {range_text}")
+
+
+def _seconds(name: str, value: Any, *, above: float) -> None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool)
+    wanted = "a number of seconds above 0" if above == 0 else "a number of seconds, 0 or more"
+    _require(valid and above < value < 1e9, name, value, wanted)
