@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,15 @@ async def streamed(model, request) -> tuple[list[str], str | None, str | int | N
 
 
 async def test_the_alphabet_comes_piece_by_piece(model):
-    """The reference continuation, one delta per decode step."""
+    """The reference continuation, one delta per decode step; steps that a late reader finds
+    together come as one, so that only their ends are certain."""
+    steps = ["DEF", "GH", "I", "J", "K", "LM", "N", "OP", "QR", "ST", "UV", "W", "XY", "Z"]
     pieces, reason, _ = await streamed(model, raw(ALPHABET, 14))
-    assert pieces == ["DEF", "GH", "I", "J", "K", "LM", "N", "OP", "QR", "ST", "UV", "W", "XY", "Z"]
+
+    assert "".join(pieces) == "".join(steps)
+    ends = set(itertools.accumulate(map(len, steps)))
+    assert set(itertools.accumulate(map(len, pieces))) <= ends
+    assert len(pieces) > 1
     assert reason == "length"
 
 
