@@ -130,7 +130,7 @@ async def test_a_response_with_calls_has_openais_shape(model):
     assert message["reasoning_content"] == "what time?"
     first = next(c for c in chunks if c.choices[0].delta.tool_calls).to_dict()
     assert first["choices"][0]["delta"]["tool_calls"][0]["index"] == 0
-    assert "content" not in first["choices"][0]["delta"]
+    assert first["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "now"
 
 
 async def test_without_tools_call_text_is_text(model):
