@@ -74,7 +74,7 @@ def require_matplotlib() -> None:
         ConfigError: matplotlib is not installed.
     """
     try:
-        import matplotlib  # noqa: F401 (only whether it is there)
+        import matplotlib  # noqa: F401 (only whether it is there)  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
             "--plot needs matplotlib: pip install 'mistralrs_sdk[docs]', or leave it out"
@@ -87,7 +87,7 @@ def plot_loads(results: Sequence[LoadResult], file: Path, *, heading: str) -> No
     Raises:
         ConfigError: the file cannot be written.
     """
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     figure.suptitle(heading, fontsize=10)
