@@ -12,11 +12,9 @@ PYTEST_ARGS ?=
 demo: $(VENV)/.package $(VENV)/.demo-model
 	$(BIN)/mistralrs-sdk run -m demo -i "What is the capital of France?"
 
-# one thread per worker: two workers with two threads each would fight for the cores;
-# what fails runs once more, alone: a few tests ask what a machine that is too busy cannot do
+# one thread per worker: two workers with two threads each would fight for the cores
 test: $(VENV)/.test $(VENV)/.demo-model
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) || \
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from types import TracebackType
 from typing import Self
 
 import attrs
 
+from mistralrs_sdk.answers.leaving import ClosedOnLeaving
 from mistralrs_sdk.answers.stream import ChatStream
 from mistralrs_sdk.chat.requests import RequestBuilder
 from mistralrs_sdk.chat.responses import (
@@ -83,7 +83,7 @@ def sampled_best_of(asked: RequestBuilder, best_of: int | None) -> RequestBuilde
     return asked.set_sampler_n_choices(best_of).return_logprobs(True)
 
 
-class CompletionStream:
+class CompletionStream(ClosedOnLeaving):
     """The chunks of a text completion: `async for chunk in stream`.
 
     Leaving it early, as a context manager or by dropping it, aborts the request.
@@ -133,17 +133,6 @@ class CompletionStream:
     async def aclose(self) -> None:
         """Abort the request if it still runs."""
         await self._stream.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     def _chunk(self, chunk: ChatCompletionChunkResponse) -> CompletionChunkResponse:
         piece = chunk.choices[0]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 import attrs
 
 from mistralrs_sdk.answers.generation import ChoiceDelta, Generation
+from mistralrs_sdk.answers.leaving import ClosedOnLeaving
 from mistralrs_sdk.chat.responses import (
     ChatCompletionChunkResponse,
     ChatCompletionResponse,
@@ -53,7 +53,7 @@ class _Answer:
         )
 
 
-class ChatStream:
+class ChatStream(ClosedOnLeaving):
     """The chunks of one answer: `async for chunk in stream`.
 
     Use it as a context manager (`async with await model.stream_chat_request(...) as stream`), so
@@ -128,17 +128,6 @@ class ChatStream:
         self._closed_early = not self._generation.finished
         self._waiting.clear()
         self._generation.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     async def _take(self) -> list[ChoiceDelta]:
         try:

@@ -105,13 +105,9 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
         import anyio.to_thread
 
         from mistralrs_sdk.engine.build import plan_source
+        from mistralrs_sdk.serving.event_loop import on_loop
 
-        loop, progress = asyncio.get_running_loop(), self.progress
-
-        def report(what: str, done: int, total: int) -> None:
-            loop.call_soon_threadsafe(progress, what, done, total)  # type: ignore[arg-type]
-
-        shown = report if callable(progress) else progress
+        shown = on_loop(self.progress, asyncio.get_running_loop())
         work = functools.partial(plan_source, self.source, self.config, progress=shown)
         return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
 

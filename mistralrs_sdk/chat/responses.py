@@ -270,13 +270,7 @@ class CompletionChoice:
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's text choice; its `logprobs` are parallel lists."""
-        return {
-            "index": self.index,
-            "text": self.text,
-            "logprobs": None if self.logprobs is None else _parallel_logprobs(self.logprobs),
-            "finish_reason": self.finish_reason,
-            **_given(stop_reason=self.stop_reason),
-        }
+        return _text_choice(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -293,13 +287,7 @@ class CompletionChunkChoice:
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's text choice; `text_offset` counts from the start of the chunk's tokens."""
-        return {
-            "index": self.index,
-            "text": self.text,
-            "logprobs": None if self.logprobs is None else _parallel_logprobs(self.logprobs),
-            "finish_reason": self.finish_reason,
-            **_given(stop_reason=self.stop_reason),
-        }
+        return _text_choice(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -353,6 +341,16 @@ def _envelope(
         "model": response.model,
         "system_fingerprint": response.system_fingerprint,
         "choices": [choice.to_dict() for choice in response.choices],
+    }
+
+
+def _text_choice(choice: CompletionChoice | CompletionChunkChoice) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "text": choice.text,
+        "logprobs": None if choice.logprobs is None else _parallel_logprobs(choice.logprobs),
+        "finish_reason": choice.finish_reason,
+        **_given(stop_reason=choice.stop_reason),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -11,13 +10,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mistralrs_sdk import ChatCompletionChunkResponse, Model
-from mistralrs_sdk.server.anthropic_events import Event, MessageAnswer
+from mistralrs_sdk.server.anthropic_events import MessageAnswer
 from mistralrs_sdk.server.anthropic_request import read_request
 from mistralrs_sdk.server.chat import prepare_chat
 from mistralrs_sdk.server.errors import HttpError, as_http_error, read_json
 from mistralrs_sdk.server.sse import event, event_stream, unless_disconnected
 from mistralrs_sdk.server.targets import find_target
-from mistralrs_sdk.server.translation import count_tokens
+from mistralrs_sdk.server.translation import Event, count_tokens, named_events, to_the_end
 
 _TYPES = {
     400: "invalid_request_error",
@@ -61,12 +60,12 @@ async def _create(request: Request) -> Response:
     if asked.stream:
         return await event_stream(
             request,
-            _as_text(events),
+            named_events(events),
             done=None,
             keep_alive=request.app.state.settings.keep_alive_seconds,
             error_event=_error_event,
         )
-    await unless_disconnected(request, _to_the_end(events))
+    await unless_disconnected(request, to_the_end(events))
     return JSONResponse(answer.message)
 
 
@@ -92,18 +91,6 @@ async def _answer(
         tokens = await count_tokens(model, answer.thinking, model_id=model_id)
         for each in answer.finish(thinking_tokens=tokens):
             yield each
-
-
-async def _to_the_end(events: AsyncGenerator[Event, None]) -> None:
-    async with contextlib.aclosing(events):
-        async for _ in events:
-            pass
-
-
-async def _as_text(events: AsyncGenerator[Event, None]) -> AsyncGenerator[str, None]:
-    async with contextlib.aclosing(events):
-        async for each in events:
-            yield event(each, name=each["type"])
 
 
 def _error_event(exc: Exception) -> str:

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from mistralrs_sdk import ChatCompletionChunkResponse, ToolCallResponse, Usage
 from mistralrs_sdk.server.errors import HttpError
-from mistralrs_sdk.server.translation import new_id
+from mistralrs_sdk.server.translation import Event, new_id
 
-Event = dict[str, Any]
 _Kind = Literal["text", "thinking"]
 
 

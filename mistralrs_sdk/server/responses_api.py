@@ -15,12 +15,19 @@ from starlette.routing import Route
 from mistralrs_sdk import ChatCompletionChunkResponse, Model
 from mistralrs_sdk.server.chat import prepare_chat
 from mistralrs_sdk.server.errors import HttpError, read_json
-from mistralrs_sdk.server.responses_api_events import Event, ResponseAnswer
+from mistralrs_sdk.server.responses_api_events import ResponseAnswer
 from mistralrs_sdk.server.responses_api_request import ResponseRequest, previous_id, read_request
 from mistralrs_sdk.server.responses_store import ResponsesStore, StoredResponse
-from mistralrs_sdk.server.sse import event, event_stream, unless_disconnected
+from mistralrs_sdk.server.sse import event_stream, unless_disconnected
 from mistralrs_sdk.server.targets import Target, find_target
-from mistralrs_sdk.server.translation import count_tokens, invalid, unsupported
+from mistralrs_sdk.server.translation import (
+    Event,
+    count_tokens,
+    invalid,
+    named_events,
+    to_the_end,
+    unsupported,
+)
 
 START_SECONDS = 1.0
 """How long a background run is watched before it is said to be queued: until then it may fail."""
@@ -77,11 +84,11 @@ async def _create(store: ResponsesStore, request: Request) -> Response:
     if asked.stream:
         return await event_stream(
             request,
-            _as_text(events),
+            named_events(events),
             done=None,
             keep_alive=request.app.state.settings.keep_alive_seconds,
         )
-    await unless_disconnected(request, _to_the_end(events))
+    await unless_disconnected(request, to_the_end(events))
     if stored.answer.error is not None:
         raise stored.answer.error
     return JSONResponse(stored.response)
@@ -234,15 +241,3 @@ async def _start(run: _Run) -> None:
         task.result()
     stored.task = task
     run.store.put(stored)
-
-
-async def _to_the_end(events: AsyncGenerator[Event, None]) -> None:
-    async with contextlib.aclosing(events):
-        async for _ in events:
-            pass
-
-
-async def _as_text(events: AsyncGenerator[Event, None]) -> AsyncGenerator[str, None]:
-    async with contextlib.aclosing(events):
-        async for each in events:
-            yield event(each, name=each["type"])

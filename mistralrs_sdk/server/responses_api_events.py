@@ -13,9 +13,8 @@ from mistralrs_sdk import (
     Usage,
 )
 from mistralrs_sdk.server.errors import as_http_error
-from mistralrs_sdk.server.translation import new_id
+from mistralrs_sdk.server.translation import Event, new_id
 
-Event = dict[str, Any]
 _Kind = Literal["message", "reasoning"]
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
 
 from mistralrs_sdk import Model
 from mistralrs_sdk.server.errors import HttpError
+from mistralrs_sdk.server.sse import event
+
+Event = dict[str, Any]
+"""What is sent while an answer is made; its "type" says what it is."""
 
 EXTENSIONS = (
     "adapter",
@@ -149,3 +154,17 @@ async def count_tokens(model: Model, words: str, *, model_id: str | None) -> int
     if not words:
         return 0
     return len(await model.tokenize(words, add_special_tokens=False, model_id=model_id))
+
+
+async def to_the_end(events: AsyncGenerator[Event, None]) -> None:
+    """Let an answer be made that nobody watches."""
+    async with contextlib.aclosing(events):
+        async for _ in events:
+            pass
+
+
+async def named_events(events: AsyncGenerator[Event, None]) -> AsyncGenerator[str, None]:
+    """Server-sent events, each under the name of its type."""
+    async with contextlib.aclosing(events):
+        async for each in events:
+            yield event(each, name=each["type"])

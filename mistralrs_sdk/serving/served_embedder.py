@@ -14,7 +14,7 @@ import attrs
 
 from mistralrs_sdk.chat.embedding_encoder import EmbeddingEncoder
 from mistralrs_sdk.chat.embeddings import EmbeddingRequest, EmbeddingResponse
-from mistralrs_sdk.config import EngineConfig, Progress
+from mistralrs_sdk.config import EngineConfig
 from mistralrs_sdk.engine.embedding import (
     EmbeddingEngine,
     EmbedInput,
@@ -30,6 +30,7 @@ from mistralrs_sdk.engine.request import Request
 from mistralrs_sdk.engine.scheduler import SchedulerStats
 from mistralrs_sdk.errors import InferenceError, RequestError
 from mistralrs_sdk.loading.embedding import EmbeddingCheckpoint, open_embedding
+from mistralrs_sdk.serving.event_loop import off_loop_if, on_loop
 
 if TYPE_CHECKING:
     from mistralrs_sdk.builders.embedding_builder import EmbeddingModelBuilder
@@ -79,7 +80,7 @@ class ServedEmbedder:
     @classmethod
     async def build(cls, builder: EmbeddingModelBuilder) -> Self:
         """Do what `builder.build()` promises."""
-        progress = _on_loop(builder.base.progress, asyncio.get_running_loop())
+        progress = on_loop(builder.base.progress, asyncio.get_running_loop())
         opened = await anyio.to_thread.run_sync(
             functools.partial(open_embedding, builder.base.source, progress=progress),
             abandon_on_cancel=True,
@@ -118,7 +119,7 @@ class ServedEmbedder:
         """
         size = sum(len(text) for text in asked.inputs)
         encode = functools.partial(self._encoder.encode, asked)
-        encoded = await _off_loop_if(size > LONG_TEXT, encode)
+        encoded = await off_loop_if(size > LONG_TEXT, encode)
         request = EmbedRequest(
             id=next(self._request_ids),
             inputs=tuple(EmbedInput(one.ids, one.skip) for one in encoded),
@@ -143,7 +144,7 @@ class ServedEmbedder:
         encode = functools.partial(
             self._encoder.encode_text, text, add_special_tokens=add_special_tokens
         )
-        return await _off_loop_if(len(text) > LONG_TEXT, encode)
+        return await off_loop_if(len(text) > LONG_TEXT, encode)
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
@@ -151,7 +152,7 @@ class ServedEmbedder:
         decode = functools.partial(
             self._tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens
         )
-        return await _off_loop_if(len(ids) > LONG_TEXT, decode)
+        return await off_loop_if(len(ids) > LONG_TEXT, decode)
 
     def describe(self) -> str:
         """Return every setting that has a part and where it came from, as text for people."""
@@ -219,19 +220,3 @@ class ServedEmbedder:
             origin = self.info.origins.get(name) or default
             yield name, str(getattr(value, "value", value)), origin
         yield "attention", self.info.attention, "automatic"
-
-
-async def _off_loop_if(long: bool, function: Callable[[], T]) -> T:
-    """Run it here, or on a worker thread if it would hold up the event loop."""
-    return await anyio.to_thread.run_sync(function) if long else function()
-
-
-def _on_loop(progress: Progress | None, loop: asyncio.AbstractEventLoop) -> Progress | None:
-    """Make a progress callback run on the event loop, whatever thread reports."""
-    if progress is None or isinstance(progress, bool):
-        return progress
-
-    def report(what: str, done: int, total: int) -> None:
-        loop.call_soon_threadsafe(progress, what, done, total)
-
-    return report

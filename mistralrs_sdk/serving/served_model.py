@@ -6,8 +6,8 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
 import anyio
 import anyio.to_thread
@@ -48,14 +48,13 @@ from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.loader import open_checkpoint
 from mistralrs_sdk.sampling_params import SamplingParams
 from mistralrs_sdk.serving.description import describe
+from mistralrs_sdk.serving.event_loop import off_loop_if, on_loop
 from mistralrs_sdk.serving.request_maker import RequestMaker
 from mistralrs_sdk.tools.loop import ToolLoopStream, open_stream
 from mistralrs_sdk.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
     from mistralrs_sdk.builders.model_builder import ModelBuilder
-
-T = TypeVar("T")
 
 LONG_TEXT = 20_000
 """Characters from which on a prompt is encoded off the event loop."""
@@ -89,7 +88,7 @@ class ServedModel:
     async def build(cls, builder: ModelBuilder) -> Self:
         """Do what `builder.build()` promises."""
         loop = asyncio.get_running_loop()
-        progress = _on_loop(builder.progress, loop)
+        progress = on_loop(builder.progress, loop)
         checkpoint = await anyio.to_thread.run_sync(
             functools.partial(open_checkpoint, builder.source, progress=progress),
             abandon_on_cancel=True,
@@ -144,7 +143,7 @@ class ServedModel:
     async def stream_round(self, asked: RequestBuilder) -> ChatStream:
         """Answer a chat once, in chunks: calls are left to the caller, sessions alone."""
         encode = functools.partial(self._chat.prompt, asked)
-        prompt = await _off_loop_if(self._is_slow_to_encode(asked), encode)
+        prompt = await off_loop_if(self._is_slow_to_encode(asked), encode)
         asked = attrs.evolve(asked, constraint=prompt.constraint)
         sampling = asked.sampling_params
         number, generation = await self._generate(prompt.ids, asked, chat=prompt)
@@ -195,7 +194,7 @@ class ServedModel:
                 f"session_id ({asked.session_id!r}) has no effect on raw logits: leave it out"
             )
         render = functools.partial(self._chat.render, asked)
-        _, prompt_ids = await _off_loop_if(self._is_slow_to_encode(asked), render)
+        _, prompt_ids = await off_loop_if(self._is_slow_to_encode(asked), render)
         return await self._raw_logits(prompt_ids, asked)
 
     def abort(self, id: str) -> None:
@@ -210,7 +209,7 @@ class ServedModel:
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a raw text."""
         encode = self._encoder.encode_text if add_special_tokens else self._encoder.encode_plain
-        return await _off_loop_if(len(text) > LONG_TEXT, functools.partial(encode, text))
+        return await off_loop_if(len(text) > LONG_TEXT, functools.partial(encode, text))
 
     async def tokenize_chat(
         self, asked: RequestBuilder, *, add_generation_prompt: bool, enable_thinking: bool | None
@@ -222,7 +221,7 @@ class ServedModel:
             add_generation_prompt=add_generation_prompt,
             enable_thinking=enable_thinking,
         )
-        return (await _off_loop_if(self._is_slow_to_encode(asked), render))[1]
+        return (await off_loop_if(self._is_slow_to_encode(asked), render))[1]
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
@@ -231,7 +230,7 @@ class ServedModel:
             self._requests.check_ids(ids),
             skip_special_tokens=skip_special_tokens,
         )
-        return await _off_loop_if(len(ids) > LONG_TEXT, decode)
+        return await off_loop_if(len(ids) > LONG_TEXT, decode)
 
     def render_chat(
         self, asked: RequestBuilder, *, add_generation_prompt: bool, enable_thinking: bool | None
@@ -266,7 +265,7 @@ class ServedModel:
         run = functools.partial(
             self._requantiser.run,
             isq=parse_isq(isq),
-            progress=_on_loop(progress, asyncio.get_running_loop()),
+            progress=on_loop(progress, asyncio.get_running_loop()),
             cancelled=lambda: self.thread.stopping,
         )
         await self.thread.call(run)
@@ -398,7 +397,7 @@ class ServedModel:
         if not isinstance(prompt, str):
             return self._requests.check_ids(prompt)
         encode = functools.partial(self._encoder.encode_text, prompt)
-        return await _off_loop_if(len(prompt) > LONG_TEXT, encode)
+        return await off_loop_if(len(prompt) > LONG_TEXT, encode)
 
     def _is_slow_to_encode(self, asked: RequestBuilder) -> bool:
         """Whether encoding would hold up the event loop."""
@@ -419,19 +418,3 @@ def _prompt_encoder(checkpoint: Checkpoint) -> PromptEncoder:
     return PromptEncoder(
         files.tokenizer, bos_token=files.bos_token, adds_bos=files.adds_bos, template=template
     )
-
-
-async def _off_loop_if(long: bool, function: Callable[[], T]) -> T:
-    """Run it here, or on a worker thread if it would hold up the event loop."""
-    return await anyio.to_thread.run_sync(function) if long else function()
-
-
-def _on_loop(progress: Progress | None, loop: asyncio.AbstractEventLoop) -> Progress | None:
-    """Make a progress callback run on the event loop, whatever thread reports."""
-    if progress is None or isinstance(progress, bool):
-        return progress
-
-    def report(what: str, done: int, total: int) -> None:
-        loop.call_soon_threadsafe(progress, what, done, total)
-
-    return report

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
-from types import TracebackType
 from typing import Protocol, Self
 
 import attrs
 
+from mistralrs_sdk.answers.leaving import ClosedOnLeaving
 from mistralrs_sdk.answers.stream import ChatStream
 from mistralrs_sdk.chat.messages import TextMessageRole, text_message
 from mistralrs_sdk.chat.requests import RequestBuilder, RequestLike, as_request
@@ -180,7 +180,7 @@ class Agent:
         )
 
 
-class AgentStream:
+class AgentStream(ClosedOnLeaving):
     """What happens in one run of an agent: `async for event in stream`, `AgentComplete` last."""
 
     def __init__(self, events: AsyncGenerator[AgentEvent, None]) -> None:
@@ -241,17 +241,6 @@ class AgentStream:
         coming = self._next
         if coming is not None and not coming.get_loop().is_closed():
             coming.get_loop().call_soon_threadsafe(coming.cancel)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
 
 async def _next_event(events: AsyncGenerator[AgentEvent, None]) -> AgentEvent | None:

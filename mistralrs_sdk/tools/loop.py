@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 from typing import Self
 
 import attrs
 
+from mistralrs_sdk.answers.leaving import ClosedOnLeaving
 from mistralrs_sdk.answers.stream import ChatStream
 from mistralrs_sdk.chat.messages import Message
 from mistralrs_sdk.chat.requests import RequestBuilder
@@ -74,7 +74,7 @@ async def open_stream(
         raise
 
 
-class ToolLoopStream:
+class ToolLoopStream(ClosedOnLeaving):
     """The chunks of all rounds of one request, and between them what its tools do.
 
     Like a `ChatStream`: iterate it, `collect()` it, use it as a context manager. Leaving early
@@ -176,17 +176,6 @@ class ToolLoopStream:
         """Stop running tools, as the model is closed: the stream then fails."""
         self._closed = True
         self._interrupt()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     def __del__(self) -> None:
         if not self._ended and not self._loop.is_closed():
