@@ -51,10 +51,12 @@ class StopTokens:
 
     @classmethod
     def Seqs(cls, seqs: Iterable[str]) -> StopTokens:  # noqa: N802 (mistral.rs' name)
+        """End at any of these strings."""
         return cls(seqs=seqs)
 
     @classmethod
     def Ids(cls, ids: Iterable[int]) -> StopTokens:  # noqa: N802 (mistral.rs' name)
+        """End at any of these token ids."""
         return cls(ids=ids)
 
     def __attrs_post_init__(self) -> None:

@@ -70,6 +70,7 @@ def _one_of(kind: type[enum.StrEnum]) -> Callable[[Any], Any]:
 
 def _no_variant(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        """Not done: `UnsupportedError`."""
         raise UnsupportedError(
             f"Which.{name} is not supported: use Which.Plain (safetensors), Which.GGUF or "
             "Which.Embedding"

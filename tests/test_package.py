@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,6 +207,24 @@ def test_every_public_name_can_be_imported(name):
     thing = getattr(mistralrs_sdk, name)
 
     assert name == "__version__" or thing.__name__ == name
+
+
+@pytest.mark.parametrize("name", mistralrs_sdk.__all__)
+def test_every_public_name_and_method_says_what_it_is(name):
+    """Each has a docstring, and so has each public method and property of a class."""
+    thing = getattr(mistralrs_sdk, name)
+    members = inspect.getmembers_static(thing) if inspect.isclass(thing) else []
+    own = [
+        (f"{name}.{key}", getattr(value, "__func__", value))
+        for key, value in members
+        if not key.startswith("_")
+        and isinstance(value, types.FunctionType | property | classmethod | staticmethod)
+    ]
+
+    assert name == "__version__" or inspect.getdoc(thing)
+    foreign = ("enum", "builtins", "typing", "collections")
+    silent = [n for n, f in own if not inspect.getdoc(f) and f.__module__ not in foreign]
+    assert silent == []
 
 
 def test_unknown_public_name_is_an_attribute_error():
