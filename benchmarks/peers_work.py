@@ -118,6 +118,8 @@ def make_loads(
 ) -> list[Load]:
     """Draw the prompts: the same lengths for every seed, other words, no two prompts alike.
 
+    `kinds` are of `KINDS`, or whole names of loads ("mix 8").
+
     Raises:
         ValueError: the tokenizer does not give a prompt's text back as its ids.
     """
@@ -144,7 +146,7 @@ def make_loads(
     for name, start in (("shared", shared), ("apart", ())):
         asks = [ask(SHARED + tail, new_tokens, start) for _ in range(count)]
         loads.append(load(f"prefix {name}", count, *asks))
-    return [made for made in loads if made.kind in kinds]
+    return [made for made in loads if made.kind in kinds or made.name in kinds]
 
 
 def common_start(prompts: Sequence[Sequence[int]]) -> Sequence[int]:

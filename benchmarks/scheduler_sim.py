@@ -21,6 +21,8 @@ import attrs
 from sim_engine import Result, Settings, StepCost, simulate
 from sim_traffic import Traffic
 
+from mistralrs_sdk.engine.prompt_batch import CPU_MIXED_PROMPT_TOKENS
+
 
 @attrs.frozen(kw_only=True)
 class Preset:
@@ -37,12 +39,15 @@ PRESETS = {
         cost=StepCost(step=8e-3, prompt_token=40e-6, decode=20e-6, context_token=50e-9),
         traffic=Traffic(rate=8.0),
     ),
-    # Fitted by step_cost.py: the demo model (135M, Q4_1 read as float32), two shared cores.
+    # Fitted by step_cost.py: the demo model (135M, Q4_1) on two cores.
     "cpu": Preset(
-        cost=StepCost(step=52e-3, prompt_token=1.5e-3, decode=2.8e-3, context_token=5.6e-6),
-        settings=Settings(max_prefill_chunk_tokens=None),  # does not apply on a CPU
+        cost=StepCost(step=2.5e-3, prompt_token=0.58e-3, decode=0.66e-3, context_token=0.47e-6),
+        settings=Settings(
+            max_prefill_chunk_tokens=None,  # does not apply on a CPU
+            max_mixed_prompt_tokens=CPU_MIXED_PROMPT_TOKENS,
+        ),
         traffic=Traffic(
-            requests=1000, rate=0.8, prompt_tokens=60, output_tokens=60, system_tokens=200
+            requests=1000, rate=4.0, prompt_tokens=60, output_tokens=60, system_tokens=200
         ),
     ),
 }

@@ -41,6 +41,7 @@ class Settings:
     kv_tokens: int = 65_536
     prefix_caching: bool = True
     mixed_batches: bool = True
+    max_mixed_prompt_tokens: int | None = None
 
     def make_scheduler(self, *, longest: int, block_size: int = 32) -> Scheduler:
         limits = attrs.asdict(self)

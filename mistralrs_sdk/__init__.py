@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from mistralrs_sdk.builders.model_builder import ModelBuilder
     from mistralrs_sdk.builders.multi_model_builder import MultiModelBuilder
     from mistralrs_sdk.builders.paged_attention import PagedAttentionMetaBuilder
+    from mistralrs_sdk.builders.ranks import serve_rank
     from mistralrs_sdk.builders.text_builders import GgufModelBuilder, TextModelBuilder
     from mistralrs_sdk.chat.embeddings import (
         EmbeddingRequest,
         EmbeddingRequestBuilder,
         EmbeddingResponse,
     )
+    from mistralrs_sdk.chat.execution_options import ShellOptions, ShellSkillMount
     from mistralrs_sdk.chat.function_tools import tool, tool_from_function
     from mistralrs_sdk.chat.messages import (
         MultimodalMessages,
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from mistralrs_sdk.errors import (
         AdapterError,
         ConfigError,
+        DeadlineError,
         EngineClosedError,
         EngineDeadError,
         InferenceError,
@@ -120,6 +123,12 @@ if TYPE_CHECKING:
         AgentToolCallsStart,
         ToolResult,
     )
+    from mistralrs_sdk.tools.execution_config import (
+        CodeExecutionConfig,
+        NetworkMode,
+        SandboxPolicy,
+        ShellConfig,
+    )
     from mistralrs_sdk.tools.loop import ToolLoopStream
     from mistralrs_sdk.tools.mcp_client import McpToolInfo
     from mistralrs_sdk.tools.mcp_config import McpClientConfig, McpServerConfig, McpServerSource
@@ -130,7 +139,6 @@ if TYPE_CHECKING:
         AnyMoeExpertType,
         AnyMoeModelBuilder,
         AudioInput,
-        CodeExecutionConfig,
         DeviceMapSetting,
         DiffusionGenerationParams,
         DiffusionLoaderType,
@@ -141,13 +149,9 @@ if TYPE_CHECKING:
         MtpConfig,
         MultimodalLoaderType,
         MultimodalModelBuilder,
-        NetworkMode,
         RequestedFile,
-        SandboxPolicy,
         SearchEmbeddingModel,
         SearchResult,
-        ShellConfig,
-        ShellOptions,
         SpeechLoaderType,
         SpeechModelBuilder,
         UqffEmbeddingModelBuilder,
@@ -194,7 +198,7 @@ _HOME = {
     "ChatStream": "answers.stream",
     "Choice": "chat.responses",
     "ChunkChoice": "chat.responses",
-    "CodeExecutionConfig": "unsupported_names",
+    "CodeExecutionConfig": "tools.execution_config",
     "CompletionChoice": "chat.responses",
     "CompletionChunkChoice": "chat.responses",
     "CompletionChunkResponse": "chat.responses",
@@ -203,6 +207,7 @@ _HOME = {
     "CompletionStream": "answers.completions",
     "ConfigError": "errors",
     "Constraint": "constraints.constraint",
+    "DeadlineError": "errors",
     "Delta": "chat.responses",
     "DeviceMapSetting": "unsupported_names",
     "DiffusionGenerationParams": "unsupported_names",
@@ -252,7 +257,7 @@ _HOME = {
     "MultimodalLoaderType": "unsupported_names",
     "MultimodalMessages": "chat.messages",
     "MultimodalModelBuilder": "unsupported_names",
-    "NetworkMode": "unsupported_names",
+    "NetworkMode": "tools.execution_config",
     "PagedAttentionConfig": "config",
     "PagedAttentionMetaBuilder": "builders.paged_attention",
     "PagedCacheType": "config",
@@ -266,13 +271,14 @@ _HOME = {
     "ResponseMessage": "chat.responses",
     "Runner": "runner",
     "SamplingParams": "sampling_params",
-    "SandboxPolicy": "unsupported_names",
+    "SandboxPolicy": "tools.execution_config",
     "SchedulerStats": "engine.scheduler",
     "SearchEmbeddingModel": "unsupported_names",
     "SearchResult": "unsupported_names",
     "SerializedSession": "tools.sessions",
-    "ShellConfig": "unsupported_names",
-    "ShellOptions": "unsupported_names",
+    "ShellConfig": "tools.execution_config",
+    "ShellOptions": "chat.execution_options",
+    "ShellSkillMount": "chat.execution_options",
     "SpeechLoaderType": "unsupported_names",
     "SpeechModelBuilder": "unsupported_names",
     "StopTokens": "sampling_params",
@@ -299,6 +305,7 @@ _HOME = {
     "Which": "which",
     "XLoraModelBuilder": "unsupported_names",
     "cross_entropy_loss": "answers.raw_logits",
+    "serve_rank": "builders.ranks",
     "tool": "chat.function_tools",
     "tool_from_function": "chat.function_tools",
 }
@@ -346,6 +353,7 @@ __all__ = [
     "CompletionStream",
     "ConfigError",
     "Constraint",
+    "DeadlineError",
     "Delta",
     "DeviceMapSetting",
     "DiffusionGenerationParams",
@@ -416,6 +424,7 @@ __all__ = [
     "SerializedSession",
     "ShellConfig",
     "ShellOptions",
+    "ShellSkillMount",
     "SpeechLoaderType",
     "SpeechModelBuilder",
     "StopTokens",
@@ -443,6 +452,7 @@ __all__ = [
     "XLoraModelBuilder",
     "__version__",
     "cross_entropy_loss",
+    "serve_rank",
     "tool",
     "tool_from_function",
 ]

@@ -28,7 +28,7 @@ class LoraRuntimeConfig:
     max_rank: int = 256
     """Highest rank of any of an adapter's matrices."""
     max_bytes: int = 8 * 2**30
-    """Most memory of all weights, of those too that only running requests still use."""
+    """Most bytes of all weights, of those too that only running requests still use."""
 
     def __attrs_post_init__(self) -> None:
         for name, value in attrs.asdict(self).items():
@@ -76,6 +76,7 @@ class LoraAdapterSpec:
 
         Raises:
             ConfigError: there is no "=" in it, or nothing on one side.
+            AdapterError: the alias cannot be one.
         """
         alias, equals, source = text.partition("=")
         if not equals or not alias.strip() or not source.strip():
@@ -85,7 +86,11 @@ class LoraAdapterSpec:
 
 @attrs.frozen(repr=False)
 class LoraAdapterLoadPolicy:
-    """What loading does to the adapter that already has the alias; made by a class method."""
+    """What loading does to the adapter that already has the alias; made by a class method.
+
+    Raises:
+        ConfigError: it was made otherwise, or the generation is none: 64 hexadecimal digits.
+    """
 
     kind: _PolicyKind
     generation: str | None = None
@@ -121,7 +126,11 @@ class LoraAdapterLoadPolicy:
 
 @attrs.frozen
 class AdapterSelection:
-    """The adapter a request wants: the newest under an alias, or exactly one generation."""
+    """The adapter a request wants: the newest under an alias, or exactly one generation.
+
+    Raises:
+        AdapterError: both are given, or neither, or the generation is no 64 hexadecimal digits.
+    """
 
     alias: str | None = None
     generation: str | None = None
@@ -162,13 +171,13 @@ class LoraAdapterInfo:
     rank: int
     """The highest of its matrices."""
     bytes: int
-    """Memory its weights take; aliases of one generation share them."""
+    """Bytes its weights take in memory; aliases of one generation share them."""
     base_model_name: str | None = None
 
 
 @attrs.frozen(kw_only=True)
 class LoraResidentGenerationInfo:
-    """Weights that are in memory."""
+    """Weights that are in memory, and the bytes they take there."""
 
     generation: str
     rank: int
@@ -179,7 +188,7 @@ class LoraResidentGenerationInfo:
 
 @attrs.frozen(kw_only=True)
 class LoraRuntimeStatus:
-    """All adapters of a model and what they take."""
+    """All adapters of a model and the bytes they take in memory."""
 
     adapters: tuple[LoraAdapterInfo, ...] = attrs.field(converter=tuple)
     generations: tuple[LoraResidentGenerationInfo, ...] = attrs.field(converter=tuple)

@@ -13,6 +13,7 @@ import attrs
 from mistralrs_sdk.adapters import LoraAdapterSpec, LoraRuntimeConfig
 from mistralrs_sdk.errors import ConfigError
 from mistralrs_sdk.isq import Isq, parse_isq
+from mistralrs_sdk.token_source import TokenSource
 from mistralrs_sdk.topology import Topology, refuse_unused_imatrix, require_one_device
 
 Progress = bool | Callable[[str, int, int], None]
@@ -23,6 +24,7 @@ BLOCK_SIZES = (8, 16, 32)
 
 MAX_SEED = 2**64 - 1
 MAX_THREADS = 1024
+MAX_RANKS = 256
 
 _MEMORY_KINDS = {
     "mb": "MbAmount",
@@ -30,9 +32,7 @@ _MEMORY_KINDS = {
     "utilization": "Utilization",
     "context": "ContextSize",
 }
-_TokenKind = Literal["literal", "env", "path", "cache", "none"]
 _DEVICE = re.compile(r"cpu|mps|cuda(:\d+)?")
-_HUB_TOKEN_VARIABLE = "HUGGING_FACE_HUB_TOKEN"
 
 
 class ModelDType(enum.StrEnum):
@@ -88,7 +88,11 @@ def _require_bool(name: str, value: Any) -> None:
 
 @attrs.frozen(repr=False)
 class MemoryGpuConfig:
-    """How much memory the KV cache gets, on a GPU or in RAM; made by a class method."""
+    """How much memory the KV cache gets, on a GPU or in RAM; made by a class method.
+
+    Raises:
+        ConfigError: a size is no whole number above 0, or a fraction is not in (0, 1].
+    """
 
     kind: Literal["mb", "best_effort", "utilization", "context"]
     amount: float
@@ -109,7 +113,7 @@ class MemoryGpuConfig:
 
     @classmethod
     def Utilization(cls, fraction: float) -> MemoryGpuConfig:  # noqa: N802 (mistral.rs' name)
-        """That fraction of a GPU's memory, weights included; on a CPU, of the free RAM. (0, 1]"""
+        """That part, in (0, 1], of a GPU's memory, weights included; on a CPU, of the free RAM."""
         return cls("utilization", fraction)
 
     @classmethod
@@ -175,103 +179,6 @@ class PagedAttentionConfig:
                 f"gpu_memory ({self.gpu_memory!r}) must be a MemoryGpuConfig, for example "
                 "MemoryGpuConfig.Utilization(0.5), or None for an automatic size"
             )
-
-
-@attrs.frozen(repr=False)
-class TokenSource:
-    """Where the Hugging Face token comes from; made by a class method or `parse`.
-
-    Its repr never shows a token. A pickled `Literal` does hold it.
-    """
-
-    kind: _TokenKind
-    value: str = ""
-
-    @classmethod
-    def Literal(cls, token: str) -> TokenSource:  # noqa: N802 (mistral.rs' name)
-        """This token."""
-        return cls("literal", token)
-
-    @classmethod
-    def EnvVar(cls, name: str = _HUB_TOKEN_VARIABLE) -> TokenSource:  # noqa: N802 (mistral.rs' name)
-        """The token in that environment variable, read when the model is built."""
-        return cls("env", name)
-
-    @classmethod
-    def Path(cls, path: str | os.PathLike[str]) -> TokenSource:  # noqa: N802 (mistral.rs' name)
-        """The token in that file, read when the model is built."""
-        return cls("path", os.fspath(path))
-
-    @classmethod
-    def CacheToken(cls) -> TokenSource:  # noqa: N802 (mistral.rs' name)
-        """HF_TOKEN or the token of `hf auth login` if there is one; the default."""
-        return cls("cache")
-
-    @classmethod
-    def None_(cls) -> TokenSource:  # noqa: N802 (None is taken)
-        """No token, even if one is stored."""
-        return cls("none")
-
-    @classmethod
-    def parse(cls, text: str) -> TokenSource:
-        """Read `literal:TOKEN`, `env:NAME`, `env`, `path:FILE`, `cache` or `none`."""
-        kind, colon, value = text.partition(":")
-        if kind in ("cache", "none") and not colon:
-            return cls(kind)  # type: ignore[arg-type]
-        if kind == "env" and not colon:
-            return cls.EnvVar()
-        if kind in ("literal", "env", "path") and value:
-            return cls(kind, value)  # type: ignore[arg-type]
-        raise ConfigError(
-            "the token source must be literal:TOKEN, env:NAME, path:FILE, cache or none "
-            "(what was given is not shown: it may be a token)"
-        )
-
-    def __attrs_post_init__(self) -> None:
-        if self.kind not in ("literal", "env", "path", "cache", "none"):
-            raise ConfigError(
-                "a TokenSource is made by Literal, EnvVar, Path, CacheToken, None_ or parse"
-            )
-        if not isinstance(self.value, str):
-            raise ConfigError(f"the value of TokenSource {self.kind} must be a string")
-        if self.kind in ("literal", "env", "path") and not self.value:
-            raise ConfigError(f"TokenSource {self.kind} needs a value, and it is empty")
-
-    def __repr__(self) -> str:
-        name = {"literal": "Literal", "env": "EnvVar", "path": "Path", "cache": "CacheToken"}
-        inside = {"literal": "...", "env": repr(self.value), "path": repr(self.value)}
-        return f"TokenSource.{name.get(self.kind, 'None_')}({inside.get(self.kind, '')})"
-
-    def resolve(self) -> str | bool | None:
-        """The value for huggingface_hub's `token=`: a token, None for a stored one, False for none.
-
-        Raises:
-            ConfigError: the variable is not set, or the file cannot be read or is empty.
-        """
-        if self.kind == "literal":
-            return self.value
-        if self.kind == "env":
-            token = os.environ.get(self.value, "").strip()
-            if not token:
-                raise ConfigError(
-                    f"the token should come from the environment variable {self.value}, "
-                    "which is not set: set it or choose another token source"
-                )
-            return token
-        if self.kind == "path":
-            try:
-                with open(self.value, encoding="utf-8") as file:
-                    token = file.read().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"the token file {self.value} cannot be read: {error}") from error
-            if not token:
-                raise ConfigError(f"the token file {self.value} is empty")
-            return token
-        if self.kind == "none":
-            return False
-        if os.environ.get("HF_TOKEN") or os.environ.get(_HUB_TOKEN_VARIABLE):
-            return None  # huggingface_hub reads these itself
-        return os.environ.get("HF_HUB_TOKEN", "").strip() or None
 
 
 def _text(value: Any) -> Any:
@@ -341,6 +248,7 @@ class EngineConfig:
     Raises:
         ConfigError: a value is out of range, or two settings contradict.
         UnsupportedError: a quantisation or a device for some layers that is not there.
+        AdapterError: the alias of an adapter cannot be one.
     """
 
     max_num_seqs: int = 32
@@ -372,6 +280,12 @@ class EngineConfig:
     """The same for some layers or modules, where it wins over `isq`."""
     imatrix: str | None = _path_field()
     """Path of an importance matrix for the types that use one."""
+    flashinfer: bool | None = None
+    """Whether FlashInfer attends on a CUDA device; None where it can, and is not switched off."""
+    cuda_graphs: bool | None = None
+    """Whether decode steps are captured as CUDA graphs; None where it can be, likewise."""
+    tensor_parallel: int = 1
+    """Ranks, each a process with a device, that hold the model together."""
     num_threads: int | None = None
     """CPU threads for arithmetic; None for the physical cores this process may use."""
     seed: int | None = None
@@ -401,6 +315,7 @@ class EngineConfig:
             _require_int("prefix_cache_n", self.prefix_cache_n, minimum=0)
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, minimum=1)
+        _require_int("tensor_parallel", self.tensor_parallel, minimum=1, maximum=MAX_RANKS)
         if self.num_threads is not None:
             _require_int("num_threads", self.num_threads, minimum=1, maximum=MAX_THREADS)
         if self.seed is not None:
@@ -415,6 +330,9 @@ class EngineConfig:
                 "leave it unset for the best one"
             )
         _require_bool("mixed_batches", self.mixed_batches)
+        for name in ("flashinfer", "cuda_graphs"):
+            if getattr(self, name) is not None:
+                _require_bool(name, getattr(self, name))
         if self.max_queue is not None:
             _require_int("max_queue", self.max_queue, minimum=0)
         paged = self.paged_attn
@@ -466,6 +384,9 @@ class EngineConfig:
             require_one_device(self.topology, self.device)
         if self.imatrix is not None:
             refuse_unused_imatrix(self.imatrix, isq=self.isq, topology=self.topology)
+        self._refuse_useless_switches()
+        if self.tensor_parallel > 1:
+            self._refuse_undivided()
         if not isinstance(self.paged_attn, PagedAttentionConfig):
             return
         if self.no_kv_cache:
@@ -477,4 +398,40 @@ class EngineConfig:
             raise ConfigError(
                 'paged_attn cache_type (f8e4m3) is not possible with device ("cpu"): '
                 'use cache_type "auto" there'
+            )
+
+    def _refuse_undivided(self) -> None:
+        """What ranks do not do together."""
+        alone = {
+            "paged_attn (None)": self.paged_attn is None and not self.no_kv_cache,
+            "LoRA adapters": self.lora is not None,
+            "cuda_graphs (True)": self.cuda_graphs,
+            'device ("mps")': self.device == "mps",
+        }
+        for name, there in alone.items():
+            if there:
+                raise ConfigError(
+                    f"tensor_parallel ({self.tensor_parallel}) and {name} do not go together: "
+                    "leave one of them out"
+                )
+
+    def _refuse_useless_switches(self) -> None:
+        """FlashInfer reads a paged cache, and only what it computes is captured."""
+        unpaged = "no_kv_cache (True)" if self.no_kv_cache else "paged_attn (None)"
+        for name in ("flashinfer", "cuda_graphs"):
+            if getattr(self, name) and (self.no_kv_cache or self.paged_attn is None):
+                raise ConfigError(
+                    f"{name} (True) and {unpaged} contradict: FlashInfer reads a paged KV cache; "
+                    "leave one of them out"
+                )
+        if self.cuda_graphs and self.flashinfer is False:
+            raise ConfigError(
+                "cuda_graphs (True) and flashinfer (False) contradict: only FlashInfer's attention "
+                "can be captured; leave one of them out"
+            )
+        cache_type = getattr(self.paged_attn, "cache_type", PagedCacheType.AUTO)
+        if self.flashinfer is False and cache_type is not PagedCacheType.AUTO:
+            raise ConfigError(
+                f"paged_attn cache_type ({cache_type}) and flashinfer (False) contradict: only "
+                "FlashInfer reads that type; leave one of them out"
             )

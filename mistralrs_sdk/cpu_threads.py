@@ -78,6 +78,15 @@ def use_threads(user: int | None) -> CpuThreads:
     return threads
 
 
+def shared_threads(threads: CpuThreads, *, user: int | None, ranks: int) -> CpuThreads:
+    """Divide threads that were counted, not asked for, over the ranks of one machine."""
+    if ranks == 1 or user is not None or any(os.environ.get(name, "").strip() for name in COUNTS):
+        return threads
+    count = max(threads.num_threads // ranks, 1)
+    origin = f"{threads.origin}, divided over {ranks} ranks"
+    return attrs.evolve(threads, num_threads=count, origin=origin)
+
+
 def choose_threads(
     environ: Mapping[str, str],
     *,

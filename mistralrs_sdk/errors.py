@@ -8,6 +8,7 @@
         AdapterError             an adapter that is not there, or may not be loaded; `kind` says why
       QueueFullError             the admission limit is reached
       InferenceError             this request failed; `partial_response` is what it had produced
+        DeadlineError            the request's deadline passed
       EngineDeadError            the engine stopped; its cause is chained
       EngineClosedError          used after `aclose()`
 
@@ -75,6 +76,10 @@ class InferenceError(MistralRsError):
     def __init__(self, message: str, *, partial_response: Any = None) -> None:
         super().__init__(message)
         self.partial_response = partial_response
+
+
+class DeadlineError(InferenceError):
+    """The request's deadline (`with_deadline`) passed before its answer was complete."""
 
 
 class EngineDeadError(MistralRsError):

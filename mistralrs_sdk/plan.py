@@ -17,7 +17,8 @@ _SHOWN_LENGTHS = (512, 2048, 8192)
 class MemoryPlan:
     """Bytes a model, its computation and its KV cache take; `print(plan)` shows a table.
 
-    Made by `await ModelBuilder(...).plan()`, which sizes everything as `build()` does.
+    Made by `await ModelBuilder(...).plan()`, which sizes everything as `build()` does. What is no
+    size in bytes is a count, or a length in tokens.
     """
 
     name: str
@@ -50,6 +51,8 @@ class MemoryPlan:
     """user, model, or that the KV cache limits it."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    adapter_bytes: int = 0
+    """The LoRA adapters that are loaded with the model."""
     device_map: DeviceMap | None = None
     """Where layers would go if there are several devices; `build()` uses the first."""
 
@@ -98,6 +101,8 @@ class MemoryPlan:
             yield "layers", "one device", f"{self.device} only; by size they would go {self._map()}"
         millions = f"{self.num_parameters / 1e6:.1f} M parameters, {self.weights}"
         yield "weights", _mib(self.weight_bytes), millions
+        if self.adapter_bytes:
+            yield "adapters", _mib(self.adapter_bytes), "loaded with the model"
         yield (
             "activations",
             _mib(self.activation_bytes),

@@ -25,6 +25,7 @@ from mistralrs_sdk.errors import ConfigError, RequestError
 from mistralrs_sdk.handle.blocking import BlockingModel
 from mistralrs_sdk.runner_requests import ChatCompletionRequest, CompletionRequest
 from mistralrs_sdk.tools.callbacks import arguments_of
+from mistralrs_sdk.tools.execution_config import CodeExecutionConfig, ShellConfig
 from mistralrs_sdk.tools.loop import StreamItem
 from mistralrs_sdk.tools.mcp_config import McpClientConfig
 from mistralrs_sdk.unsupported import refuse, unsupported_method
@@ -42,13 +43,14 @@ class Runner:
     accepted; an argument this package does nothing with is refused unless it has its default.
 
     Methods take the id of the model they are for as `model_id`; None and "default" are the one that
-    was loaded, and an unknown one is a `RequestError`.
+    was loaded.
 
     Raises:
         ConfigError: a setting is out of range, two contradict, or it has no part in a model that
             embeds.
         ModelLoadError: the model cannot be found, fetched, read or held in memory.
         UnsupportedError: an argument asks for something this package does not do.
+        RequestError: from each method: there is no model of that id.
     """
 
     def __init__(
@@ -76,12 +78,17 @@ class Runner:
         mixed_batches: bool = True,
         max_queue: int | None = None,
         max_model_len: int | None = None,
+        flashinfer: bool | None = None,
+        cuda_graphs: bool | None = None,
+        tensor_parallel: int = 1,
         cpu: bool = False,
         num_threads: int | None = None,
         throughput_logging: bool = False,
         in_situ_quant: str | None = None,
         tool_callbacks: Mapping[str, Callable[[str, dict[str, Any]], Any]] | None = None,
         mcp_client_config: McpClientConfig | None = None,
+        code_execution_config: CodeExecutionConfig | None = None,
+        shell_config: ShellConfig | None = None,
         mtp_model: Any = None,
         mtp_n_predict: Any = None,
         num_device_layers: Any = None,
@@ -89,8 +96,6 @@ class Runner:
         enable_search: bool = False,
         search_embedding_model: Any = None,
         search_callback: Any = None,
-        code_execution_config: Any = None,
-        shell_config: Any = None,
     ) -> None:
         for name, value in {
             "mtp_model": mtp_model,
@@ -100,8 +105,6 @@ class Runner:
             "enable_search": enable_search,
             "search_embedding_model": search_embedding_model,
             "search_callback": search_callback,
-            "code_execution_config": code_execution_config,
-            "shell_config": shell_config,
         }.items():
             refuse("Runner", name, value)
         builder = (
@@ -122,6 +125,9 @@ class Runner:
             "max_prefill_chunk_tokens": max_prefill_chunk_tokens,
             "max_decode_steps_before_prefill": max_decode_steps_before_prefill,
             "mixed_batches": mixed_batches,
+            "flashinfer": flashinfer,
+            "cuda_graphs": cuda_graphs,
+            "tensor_parallel": tensor_parallel,
             "max_queue": max_queue,
             "prefix_cache_n": prefix_cache_n,
             "chat_template": chat_template,
@@ -130,6 +136,8 @@ class Runner:
             "max_model_len": max_model_len,
             "num_threads": num_threads,
             "mcp_client_config": mcp_client_config,
+            "code_execution_config": code_execution_config,
+            "shell_config": shell_config,
             "cpu": cpu,
             "throughput_logging": throughput_logging,
             "no_kv_cache": no_kv_cache,
@@ -157,7 +165,7 @@ class Runner:
 
         Raises:
             RequestError: the request is at fault.
-            InferenceError, EngineDeadError, EngineClosedError: as `Model`.
+            QueueFullError, InferenceError, EngineDeadError, EngineClosedError: as `Model`.
         """
         name = request.model if model_id is None else model_id
         if request.stream:
@@ -177,7 +185,7 @@ class Runner:
 
         Raises:
             RequestError: the request is at fault.
-            InferenceError, EngineDeadError, EngineClosedError: as `Model`.
+            QueueFullError, InferenceError, EngineDeadError, EngineClosedError: as `Model`.
         """
         return self._model.send_completion_request(
             request.prompt,
@@ -197,6 +205,8 @@ class Runner:
         self, request: EmbeddingRequestLike, model_id: str | None = None
     ) -> list[list[float]]:
         """Return one vector per input of an `EmbeddingRequest`, or of what it may be made from.
+
+        The result is [inputs][dimensions].
 
         Raises:
             RequestError: an input is empty or too long, or the model was not loaded by
@@ -315,6 +325,7 @@ class Runner:
         exactly that one.
 
         Raises:
+            ConfigError: `expected_generation` is no 64 hexadecimal digits.
             AdapterError, ModelLoadError, UnsupportedError: as `Model`.
         """
         policy = LoraAdapterLoadPolicy.Upsert() if load_inplace else None

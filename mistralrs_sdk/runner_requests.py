@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from mistralrs_sdk.chat.execution_options import ShellOptions, ShellSkillMount
 from mistralrs_sdk.chat.messages import Message, ReasoningEffort
 from mistralrs_sdk.chat.requests import RequestBuilder, as_request
 from mistralrs_sdk.chat.tool_events import AgentPermission, ApprovalCallback
@@ -76,7 +77,11 @@ class _SampledRequest:
         return RequestBuilder()
 
     def constraint(self) -> Constraint | None:
-        """What `grammar` says, in this package's words."""
+        """What `grammar` says, in this package's words.
+
+        Raises:
+            RequestError: it is none in the language `grammar_type`, or one of the two is missing.
+        """
         if (self.grammar is None) != (self.grammar_type is None):
             raise RequestError(
                 f"grammar ({self.grammar!r:.40}) and grammar_type ({self.grammar_type!r}) go "
@@ -92,7 +97,11 @@ class _SampledRequest:
         return make(self.grammar)
 
     def sampling_params(self) -> SamplingParams:
-        """The sampling settings in this package's words."""
+        """The sampling settings in this package's words.
+
+        Raises:
+            RequestError: one is out of range.
+        """
         stops = [self.stop_seqs] if isinstance(self.stop_seqs, str) else self.stop_seqs
         return SamplingParams(
             temperature=self.temperature,
@@ -166,11 +175,17 @@ class ChatCompletionRequest(_SampledRequest):
     """Gets an `AgentToolApproval`; returns a bool or an `AgentToolApprovalDecision`."""
     session_id: str | None = attrs.field(default=None, kw_only=True)
     """The session whose turns come before these; None: none."""
+    enable_code_execution: bool = attrs.field(default=False, kw_only=True)
+    """Let the model run Python; the `Runner` needs a `code_execution_config`."""
+    code_execution_permission: AgentPermission | str | None = attrs.field(
+        default=None, kw_only=True
+    )
+    """Auto, Ask or Deny for code, beside `agent_permission`: the stricter one counts."""
+    enable_shell: bool = attrs.field(default=False, kw_only=True)
+    """Let the model run shell commands; the `Runner` needs a `shell_config`."""
+    shell_skills: Sequence[ShellSkillMount] = attrs.field(default=(), kw_only=True)
+    """Folders for the commands; they let commands run, too."""
     web_search_options: Any = unsupported()
-    enable_code_execution: Any = unsupported()
-    enable_shell: Any = unsupported()
-    shell_skills: Any = unsupported()
-    code_execution_permission: Any = unsupported()
     files: Any = unsupported()
     input_files: Any = unsupported()
 
@@ -196,13 +211,23 @@ class ChatCompletionRequest(_SampledRequest):
             asked = asked.with_agent_approval_callback(self.agent_approval_callback)
         if self.agent_permission is not None:
             asked = asked.with_agent_permission(self.agent_permission)
+        if self.code_execution_permission is not None:
+            asked = asked.with_code_execution_permission(self.code_execution_permission)
+        asked = asked.with_code_execution(self.enable_code_execution)
+        asked = asked.with_shell_execution(self.enable_shell)
+        if self.shell_skills:
+            asked = asked.with_shell_options(ShellOptions(skills=self.shell_skills))
         return asked
 
     def _start(self) -> RequestBuilder:
         return as_request(self.messages)
 
     def sampling_params(self) -> SamplingParams:
-        """The sampling settings in this package's words."""
+        """The sampling settings in this package's words.
+
+        Raises:
+            RequestError: one is out of range.
+        """
         alternatives = self.top_logprobs
         if alternatives is None:
             alternatives = 1 if self.logprobs else 0

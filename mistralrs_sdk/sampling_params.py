@@ -36,6 +36,8 @@ _SHAPES_THE_DRAW = ("temperature", "top_k", "top_p", "min_p")
 def _strings(value: Iterable[str]) -> tuple[str, ...]:
     if isinstance(value, str):
         raise RequestError(f"{value!r} must be a list of strings: write [{value!r}]")
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"{value!r:.80} must be a list of strings")
     return tuple(value)
 
 
@@ -44,6 +46,9 @@ class StopTokens:
     """What ends a completion besides the model's own end tokens: strings, token ids, or both.
 
     `StopTokens.Seqs(["\\n\\n"])` and `StopTokens.Ids([42])` read as in mistral.rs.
+
+    Raises:
+        RequestError: there is none, a string is empty, or an id is no whole number of at least 0.
     """
 
     seqs: tuple[str, ...] = attrs.field(default=(), converter=_strings)
@@ -72,7 +77,11 @@ class StopTokens:
 
 @attrs.frozen(kw_only=True)
 class DrySamplingParams:
-    """Penalise tokens that would continue a repetition (DRY). A multiplier of 0 turns it off."""
+    """Penalise tokens that would continue a repetition (DRY). A multiplier of 0 turns it off.
+
+    Raises:
+        RequestError: a number is out of range, or a breaker is no text.
+    """
 
     multiplier: float = 0.0
     base: float = 1.75

@@ -83,24 +83,6 @@ class SearchEmbeddingModel(UnsupportedName):
     _way_out = "nothing here searches the web; offer your own search with with_tool_callback"
 
 
-class CodeExecutionConfig(UnsupportedName):
-    """Not done: `UnsupportedError`. Code of a model is not run here."""
-
-    _way_out = "code of a model is not run here; offer your own sandbox with with_tool_callback"
-
-
-class ShellConfig(UnsupportedName):
-    """Not done: `UnsupportedError`. Commands of a model are not run here."""
-
-    _way_out = "commands of a model are not run; offer your own sandbox with with_tool_callback"
-
-
-class SandboxPolicy(UnsupportedName):
-    """Not done: `UnsupportedError`. Code and commands of a model are not run here."""
-
-    _way_out = "there is nothing to confine: code and commands of a model are not run here"
-
-
 class InputFile(UnsupportedName):
     """Not done: `UnsupportedError`. Files are not given to the model."""
 
@@ -153,18 +135,6 @@ class SearchResult(UnsupportedName):
     """Not done: `UnsupportedError`. Nothing here searches the web."""
 
     _way_out = "nothing here searches the web; offer your own search with with_tool_callback"
-
-
-class ShellOptions(UnsupportedName):
-    """Not done: `UnsupportedError`. Commands of a model are not run."""
-
-    _way_out = "commands of a model are not run; offer your own sandbox with with_tool_callback"
-
-
-class NetworkMode(UnsupportedName):
-    """Not done: `UnsupportedError`. Code of a model is not run here."""
-
-    _way_out = "there is nothing to confine: code and commands of a model are not run here"
 
 
 class AnyMoeExpertType(UnsupportedName):

@@ -26,6 +26,10 @@ from mistralrs_sdk.tools.agent_events import (
     AgentToolCallsStart,
     ToolResult,
 )
+from mistralrs_sdk.tools.callbacks import ToolCallback
+from mistralrs_sdk.tools.loop import open_stream
+from mistralrs_sdk.tools.settings import ToolSettings
+from mistralrs_sdk.tools.toolbox import Toolbox
 from tests.scripted_rounds import Rounds, Say
 
 ECHO = Tool(Function("echo", "Says it again."))
@@ -149,6 +153,58 @@ async def test_empty_answer_is_no_action():
 
     assert response.stop_reason == AgentStopReason.NO_ACTION
     assert response.final_response is None
+
+
+@pytest.mark.parametrize("text", ["It is", ""])
+async def test_answer_that_was_cut_says_so(text):
+    """At the most tokens it may have stopped in the middle of a sentence, or before any text."""
+    model = ScriptedModel(CALL, Say(text, finish_reason="length"))
+
+    response = await agent(model).build().run("?")
+
+    assert response.stop_reason == AgentStopReason.LENGTH
+    assert response.final_response == (text or None)
+    assert response.iterations == 2
+
+
+async def test_aborted_answer_says_so():
+    """`model.abort(id)` may end it from anywhere."""
+    response = await agent(ScriptedModel(Say("It", finish_reason="canceled"))).build().run("?")
+
+    assert response.stop_reason == AgentStopReason.CANCELED
+
+
+class ModelWithTools(ScriptedModel):
+    """A scripted model that executes calls of its own tools, as a `Model` does."""
+
+    def __init__(self, box: Toolbox, *script: Say) -> None:
+        super().__init__(*script)
+        self.box = box
+
+    async def stream_chat_request(self, request):
+        return await open_stream(self.rounds, request, self.box)
+
+
+async def test_tool_of_the_agent_comes_before_the_models_of_that_name():
+    """The model's other tools are executed by the model; this one by who brought it."""
+    box = Toolbox(
+        ToolSettings(
+            callbacks=(
+                ToolCallback("echo", lambda call: "the model's"),
+                ToolCallback("other", lambda call: "the other"),
+            )
+        )
+    )
+    model = ModelWithTools(
+        box, Say(calls=[("other", "{}")]), Say(calls=[("echo", "mine")]), Say("done")
+    )
+
+    response = await agent(model).build().run("?")
+
+    assert [r.result for step in response.steps for r in step.tool_results] == ["mine"]
+    assert model.asked[1].messages[-1]["content"] == "the other"
+    assert model.asked[2].messages[-1]["content"] == "mine"
+    assert response.final_response == "done"
 
 
 async def test_answer_that_fails_ends_the_run_with_its_steps():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mistralrs_sdk.chat.answer_format import TOOL_FORMATS
 from mistralrs_sdk.chat.answer_parser import AnswerParser, ReasoningTags
 from mistralrs_sdk.chat.detokenizer import Detokenizer
-from mistralrs_sdk.chat.tools import Function, Tool
+from mistralrs_sdk.chat.tools import Function, Tool, joined_calls
 from tests.test_template import byte_tokenizer
 
 THINK = ReasoningTags(opens="<think>", closes="</think>")
@@ -25,20 +25,28 @@ DS_OPEN, (DS_BEGIN, DS_END, DS_CLOSE, DS_SEP) = DEEPSEEK.markers[0], DEEPSEEK.to
 Parsed = tuple[str, str, list[tuple[int, str, Any]], bool]
 
 
-def parse(
-    name: str | None, pieces: Iterable[str], *, tools: tuple[Tool, ...] = (), opened: bool = False
-) -> Parsed:
+def parse(name: str | None, pieces: Iterable[str], **settings: Any) -> Parsed:
     """Content, reasoning, (index, name, arguments) of each call, and whether one is unparsed."""
+    content, reasoning, calls, unparsed = read(name, pieces, **settings)
+    return content, reasoning, [(i, f, json.loads(a)) for i, f, a in calls], unparsed
+
+
+def read(
+    name: str | None, pieces: Iterable[str], *, tools: tuple[Tool, ...] = (), opened: bool = False
+) -> tuple[str, str, list[tuple[int, str, str]], bool]:
+    """The same with the text of the arguments, to the character."""
     parser = AnswerParser(
         None if name is None else TOOL_FORMATS[name], THINK, tools=tools, opened=opened
     )
     deltas = [*map(parser.feed, pieces), parser.finish()]
-    calls = [call for delta in deltas for call in delta.tool_calls]
+    withdrawn = [index for delta in deltas for index in delta.withdrawn]
+    calls = joined_calls([call for delta in deltas for call in delta.tool_calls], withdrawn)
     assert len({call.id for call in calls}) == len(calls)
+    assert parser.has_calls == bool(calls)
     return (
         "".join(delta.content for delta in deltas),
         "".join(delta.reasoning for delta in deltas),
-        [(call.index, call.function.name, json.loads(call.function.arguments)) for call in calls],
+        [(call.index, call.function.name, call.function.arguments) for call in calls],
         any(delta.unparsed for delta in deltas),
     )
 
@@ -77,6 +85,11 @@ OTHERS = {
         'Wait <tool_call>\n{"name": "f", "arguments": {"a": 1',
         "text <tool_c",
         '<tool_call>{"name": 5}</tool_call><tool_call>{"name": "g"}</tool_call> after',
+        '<tool_call>{"name": "f", "arguments": {"a": 1}} oh <tool_call>{"name": "g"}</tool_call>',
+        '<tool_call>{"arguments": {"a": 1}, "id": "7", "name": "f"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        '<tool_call>{"name": "f", "parameters": {"a": 1}, "arguments": {"b":\n 2}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1, "a": [true , 2.50e1]}}</tool_call>',
         "<think>\nlet me <tool_call> see\n</think>\n\nHi  there \n",
         "<think>never closed <tool_call>{}</tool_call>",
         "a </think> b <",
@@ -87,6 +100,7 @@ OTHERS = {
         "<|python_tag|>print(1)",
         '{"answer": 42} is the answer',
         '{"name": "f", "parameters": {"a": ',
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {"b": ',
         ' \n{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}} \n',
     ],
     "mistral": [
@@ -94,6 +108,8 @@ OTHERS = {
         '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}',
         "[TOOL_CALLS] and more",
         "[TOOL_CALLS][]",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": 5}] hm',
+        '[TOOL_CALLS][{"arguments": {}, "name": "f"}, {"name": "g", "arguments": {"a": 1}}]',
     ],
     "deepseek": [f"x {DS_OPEN}{DS_BEGIN}f{DS_SEP}{{}}{DS_END} cut", f"{DS_OPEN}{DS_BEGIN}f"],
     "gemma": ['<|tool_call>call:f{a:<|"|>x<tool_call|>}<|"|>}<tool_call|>', "<|tool_call>call:f{a"],
@@ -127,14 +143,14 @@ def test_each_family_writes_the_same_calls(name):
 @pytest.mark.parametrize(("name", "text"), TEXTS)
 def test_any_division_of_an_answer_gives_the_same(name, text):
     """Pieces of 1, 2, 3 and 7 characters and random ones find what the whole text gives."""
-    whole = parse(name, [text])
+    whole = read(name, [text])
     chance = random.Random(text)
 
     for size in (1, 2, 3, 7):
-        assert parse(name, cut(text, range(size, len(text), size))) == whole
+        assert read(name, cut(text, range(size, len(text), size))) == whole
     for _ in range(200):
         places = [chance.randrange(len(text) + 1) for _ in range(chance.randrange(8))]
-        assert parse(name, cut(text, places)) == whole
+        assert read(name, cut(text, places)) == whole
 
 
 @pytest.mark.parametrize(("name", "text"), TEXTS)
@@ -172,7 +188,7 @@ def test_any_division_of_any_text_gives_the_same(name, fragments, places, opened
     """Streamed and whole results are equal for texts made of the formats' own parts."""
     text = "".join(fragments)
 
-    assert parse(name, cut(text, places), opened=opened) == parse(name, [text], opened=opened)
+    assert read(name, cut(text, places), opened=opened) == read(name, [text], opened=opened)
 
 
 @given(text=st.text(st.sampled_from("ab \n<{["), max_size=30), places=st.lists(st.integers(0, 40)))
@@ -242,12 +258,12 @@ def test_text_is_given_as_soon_as_it_is_sure():
     assert parser.finish().content == " <too"
 
 
-def test_a_call_is_given_when_it_is_complete():
-    """A call comes whole, in the piece that completes it, with ids of its own."""
+def test_a_call_whose_arguments_are_no_json_is_given_when_it_is_complete():
+    """It comes whole, in the piece that completes it, with an id of its own."""
     parser = AnswerParser(TOOL_FORMATS["hermes"], None)
 
-    assert not parser.feed('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call')
-    (first,) = parser.feed("> ").tool_calls
+    assert not parser.feed("<tool_call><function=f><parameter=a>1</parameter></function></tool_cal")
+    (first,) = parser.feed("l> ").tool_calls
     (second,) = parser.feed('<tool_call>{"name": "f"}</tool_call>').tool_calls
 
     assert (first.index, second.index) == (0, 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import attrs
 import pytest
 import torch
 
@@ -9,32 +12,166 @@ from mistralrs_sdk.attention.backend import AttentionSpec
 from mistralrs_sdk.attention.cpu import CpuBackend
 from mistralrs_sdk.attention.kv_cache import PagedKVCache
 from mistralrs_sdk.attention.sdpa import SdpaBackend
-from mistralrs_sdk.attention.select import KV_SWITCH, select_backend, select_kv_dtype
+from mistralrs_sdk.attention.select import (
+    FLASHINFER_SWITCH,
+    GRAPHS_SWITCH,
+    KV_SWITCH,
+    Choice,
+    CudaFacts,
+    select_backend,
+    select_graphs,
+    select_kv_dtype,
+)
 from mistralrs_sdk.errors import ConfigError
 from mistralrs_sdk.kernels import native
 from mistralrs_sdk.layers.rotary import RotaryEmbedding
 from tests.batches import Row, make_batch
 from tests.model_helpers import continue_ids, expected, prompt, tiny_builder
 
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
+FINE = CudaFacts(capability=(9, 0))
+
 needs_native = pytest.mark.skipif(not native.available(), reason="no native kernels here")
+
+
+def choose(**facts) -> Choice:
+    """What is chosen for a model in float16 on a GPU that has everything, but for `facts`."""
+    usual = {"device": "cuda", "dtype": "f16", "native": None, "specs": [SPEC]}
+    usual |= {"cache_type": "auto", "flashinfer": None, "environ": {}}
+    usual["cuda"] = FINE if facts.get("device", "cuda") == "cuda" else None
+    return select_backend(**(usual | facts))
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "reason", "name", "named"),
     [
         ("cpu", "f32", None, "CpuBackend", []),
-        ("cpu", "bf16", None, "SdpaBackend", ["bf16"]),
-        ("cpu", "f32", "no compiler", "SdpaBackend", ["no compiler"]),
-        ("cpu", "bf16", "no compiler", "SdpaBackend", ["bf16", "no compiler"]),
-        ("cuda", "f32", None, "SdpaBackend", ["cuda"]),
+        ("cpu", "bf16", None, "SdpaBackend", ["bf16", "needs a CUDA device"]),
+        ("cpu", "f32", "no compiler", "SdpaBackend", ["no compiler", "device is cpu"]),
+        ("cpu", "bf16", "no gcc", "SdpaBackend", ["bf16", "no gcc", "device is cpu"]),
+        ("mps", "f16", None, "SdpaBackend", ["device is mps", "needs a CUDA device"]),
+        ("cuda", "f32", None, "SdpaBackend", ["device is cuda", "f16 and bf16, not f32"]),
+        ("cuda", "f16", None, "FlashInferBackend", []),
     ],
 )
 def test_the_choice_names_every_reason_against(device, dtype, reason, name, named):
-    """The native kernel on a CPU in float32, else torch's; each obstacle has its sentence."""
-    choice = select_backend(device=device, dtype=dtype, native=reason)
+    """The native kernel on a CPU in float32, FlashInfer on a GPU in halves, else torch's; each
+    obstacle has its sentence."""
+    choice = choose(device=device, dtype=dtype, native=reason)
     assert choice.name == name
     assert len(choice.reasons) == len(named)
     assert all(word in text for word, text in zip(named, choice.reasons, strict=True))
+
+
+def test_each_obstacle_to_flashinfer_is_named_beside_the_others():
+    """In every combination: the reasons are exactly the sentences of what stands in the way."""
+    words = {
+        "off": "switched off",
+        "dtype": "not f32",
+        "head_dim": "not 80, 96",
+        "groups": "9 heads cannot share 2",
+        "causal": "looks ahead",
+        "capability": "it needs compute capability 7.5, and this GPU has 7.0",
+        "missing": "not installed",
+    }
+    for chosen in itertools.product([False, True], repeat=len(words)):
+        wrong = {name for name, is_wrong in zip(words, chosen, strict=True) if is_wrong}
+        specs = [SPEC]
+        if "head_dim" in wrong:
+            specs += [attrs.evolve(SPEC, head_dim=96), attrs.evolve(SPEC, head_dim=80)]
+        if "groups" in wrong:
+            specs.append(attrs.evolve(SPEC, num_heads=9))
+        if "causal" in wrong:
+            specs.append(attrs.evolve(SPEC, causal=False))
+        choice = choose(
+            dtype="f32" if "dtype" in wrong else "f16",
+            specs=specs,
+            environ={FLASHINFER_SWITCH: "off"} if "off" in wrong else {},
+            cuda=CudaFacts(
+                capability=(7, 0) if "capability" in wrong else (9, 0),
+                flashinfer="it is not installed" if "missing" in wrong else None,
+            ),
+        )
+
+        against = [text for text in choice.reasons if text.startswith("FlashInferBackend: ")]
+        assert choice.name == ("SdpaBackend" if wrong else "FlashInferBackend")
+        assert len(against) == len(wrong)
+        assert {name for name in words if any(words[name] in text for text in against)} == wrong
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "cache_type", "refused"),
+    [
+        ((7, 5), "f16", "auto", []),
+        ((7, 5), "bf16", "auto", ["bf16"]),
+        ((7, 5), "f16", "f8e4m3", ["cache_type f8e4m3"]),
+        ((8, 0), "bf16", "f8e4m3", []),
+        ((7, 0), "bf16", "f8e4m3", ["it", "bf16", "cache_type f8e4m3"]),
+    ],
+)
+def test_older_gpus_lack_some_types(capability, dtype, cache_type, refused):
+    """Turing has FlashInfer's kernels in float16; what is missing is named with what it needs."""
+    choice = choose(dtype=dtype, cache_type=cache_type, cuda=CudaFacts(capability=capability))
+
+    found = [r for r in choice.reasons if r.startswith("FlashInferBackend")]
+    assert [text.split(" needs ")[0].split(": ")[1] for text in found] == refused
+    assert choice.name == ("SdpaBackend" if refused else "FlashInferBackend")
+
+
+@pytest.mark.parametrize(
+    ("asked", "switch", "name"),
+    [
+        (None, "", "FlashInferBackend"),
+        (None, "ON", "FlashInferBackend"),
+        (None, " False ", "SdpaBackend"),
+        (True, "no", "FlashInferBackend"),
+        (False, "yes", "SdpaBackend"),
+    ],
+)
+def test_who_asks_in_code_wins_over_the_switch(asked, switch, name):
+    """MISTRALRS_FLASHINFER_DECODE counts if nothing was set, in any case of its letters."""
+    assert choose(flashinfer=asked, environ={FLASHINFER_SWITCH: switch}).name == name
+
+
+def test_who_asks_for_flashinfer_hears_every_obstacle_on_any_device():
+    """Its limits are beside the point on a CPU only until someone wants it there."""
+    odd = [attrs.evolve(SPEC, head_dim=80)]
+    common = {"device": "cpu", "dtype": "f32", "native": "no compiler", "specs": odd}
+
+    assert len(choose(**common).reasons) == 2
+    assert len(choose(**common, flashinfer=True).reasons) == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_word_that_is_no_switch_is_refused_everywhere(device):
+    """Naming the variable and what it holds."""
+    words = r"{} \('2'\) must be one of 1, true"
+    with pytest.raises(ConfigError, match=words.format(FLASHINFER_SWITCH)):
+        choose(device=device, environ={FLASHINFER_SWITCH: "2"})
+    with pytest.raises(ConfigError, match=words.format(GRAPHS_SWITCH)):
+        select_graphs(None, device=device, cuda_graphs=None, environ={GRAPHS_SWITCH: "2"})
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "asked", "switch", "on", "named"),
+    [
+        ("FlashInferBackend", "cuda", None, "", True, "automatic"),
+        ("FlashInferBackend", "cuda", True, "off", True, "user"),
+        ("FlashInferBackend", "cuda", None, "No", False, "MISTRALRS_CUDA_GRAPHS=No"),
+        ("FlashInferBackend", "cuda", False, "1", False, "switched off"),
+        ("SdpaBackend", "cuda", None, "", False, "SdpaBackend"),
+        (None, "cuda", None, "", False, "not paged"),
+        ("CpuBackend", "cpu", None, "1", False, "device is cpu"),
+    ],
+)
+def test_graphs_are_captured_where_flashinfer_attends(backend, device, asked, switch, on, named):
+    """Unless somebody switched them off; what stands in the way is said."""
+    choice = select_graphs(
+        backend, device=device, cuda_graphs=asked, environ={GRAPHS_SWITCH: switch}
+    )
+
+    assert choice.on is on
+    assert named in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -47,6 +184,7 @@ def test_the_choice_names_every_reason_against(device, dtype, reason, name, name
         ("CpuBackend", "f32", False, False, "", "f32", "slow"),
         ("SdpaBackend", "f32", False, True, "", "f32", "model"),
         ("SdpaBackend", "bf16", True, False, "1", "bf16", "model"),
+        ("FlashInferBackend", "bf16", False, True, "", "bf16", "model"),
     ],
 )
 def test_keys_and_values_are_f16_where_that_is_fast_and_nobody_objects(
@@ -58,6 +196,19 @@ def test_keys_and_values_are_f16_where_that_is_fast_and_nobody_objects(
     )
     assert choice.dtype == kept
     assert named in choice.origin
+
+
+def test_a_type_that_was_asked_for_is_kept():
+    """The float8 cache, whatever the model computes in."""
+    choice = select_kv_dtype(
+        "FlashInferBackend",
+        "bf16",
+        user_dtype=True,
+        fast_halves=False,
+        environ={},
+        cache_type="f8e4m3",
+    )
+    assert (choice.dtype, choice.origin) == ("f8e4m3", "user's cache_type")
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused():

@@ -17,13 +17,14 @@ def http_load(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("http_load")
     monkeypatch.setattr(module, "MAX_LAG_MS", float("inf"))
-    monkeypatch.setattr("gc.freeze", lambda: None)  # other tests share this process
     return module
 
 
 async def test_a_short_load_leaves_nothing_behind(http_load, tmp_path, capsys):
     """Clients that read, leave and talk nonsense: right texts, no block or task left."""
-    code = await http_load.hold_up(tmp_path, clients=12, seconds=0.5, seed=0)
+    place = http_load.tiny_model(tmp_path)
+
+    code = await http_load.hold_up(place, clients=12, seconds=0.5, seed=0)
 
     out = capsys.readouterr().out
     assert code == 0, out

@@ -104,6 +104,11 @@ def test_the_work_file_gives_back_the_loads(tmp_path):
     assert work.read_work(tmp_path / "work.json") == [loads]
 
 
+def test_work_can_be_one_load_alone():
+    """Naming a load leaves the others of its kind out."""
+    assert list(make_loads(kinds=("mix 4", "prefill"))) == ["prefill 128", "prefill 512", "mix 4"]
+
+
 def test_a_tokenizer_without_words_is_refused():
     """Prompts are words; the message says what kind of vocabulary has some."""
     letters = {token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}

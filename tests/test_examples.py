@@ -60,6 +60,11 @@ ON_THE_DEMO_MODEL = {
         r"calling population\npopulation gave 10\.1 million people live in Lima\n(.*\n)+text_resp"
     ),
     "advanced/approval": r"delete\(.*\): denied\nthe model was told: Error: This file is needed\.",
+    "advanced/code_execution": (
+        r'about to run: \{"code": .*1 \+ 2.*\n'
+        r'it gave: \{"status": "success", .*3.*\}\nanswer: '
+    ),
+    "advanced/shell": r'"sh skills/.*\} gave \{"exit_code": 0, "stdout": "Hello, .*\}\nanswer: ',
     "advanced/grammar": r"sky\? (red|green|blue)  .*\n.* in 19\d\d  .*\n.*meow\? cat",
     "advanced/json_schema": r'\{"country": ?".*"Europe".*\nstop: the capital is Paris',
     "advanced/llguidance_grammar": (

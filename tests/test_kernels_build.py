@@ -33,6 +33,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.Mo
     """The environment of a process that has not asked for the kernels, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(native.SWITCH, raising=False)
+    monkeypatch.delenv(native.MORE_FLAGS, raising=False)
     monkeypatch.delenv("CXX", raising=False)
     native.outcome.cache_clear()
     yield monkeypatch
@@ -112,6 +113,26 @@ def test_the_words_of_a_failing_compiler_are_kept(fresh: pytest.MonkeyPatch, tmp
 
     assert "status 3 (fopenmp is unknown)" in native.reason()
     assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file()] == []
+
+
+def test_flags_from_the_environment_come_last(fresh: pytest.MonkeyPatch, tmp_path: Path):
+    """So they win over the library's own; split as by a shell, and named where compiling fails."""
+    fresh.setenv("CXX", write_compiler(tmp_path, 'echo "$*" >&2; exit 1'))
+    fresh.setenv(native.MORE_FLAGS, "-O1 '-DNAME=a b'")
+
+    assert not native.available()
+
+    before, _, after = native.reason().partition(" -w -O1 -DNAME=a b -c ")
+    assert "-march=native" in before
+    assert f"{native.MORE_FLAGS} added -O1 '-DNAME=a b': unset it" in after
+
+
+def test_flags_with_an_open_quote_are_refused(fresh: pytest.MonkeyPatch):
+    """A setting is never guessed at."""
+    fresh.setenv(native.MORE_FLAGS, "-DNAME='a")
+
+    with pytest.raises(ConfigError, match=r"MISTRALRS_KERNEL_CXXFLAGS .* close each quote"):
+        native.available()
 
 
 def test_a_compiler_that_builds_nonsense_is_named(fresh: pytest.MonkeyPatch, tmp_path: Path):

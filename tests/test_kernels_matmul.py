@@ -1,12 +1,4 @@
-r"""Products with packed weights: every kind of native tile against the dequantised weight.
-
-With the sanitizers (the flags are compiled into every kind of tile, which takes minutes):
-
-    KERNEL_TEST_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all -g" \
-    LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)" \
-    ASAN_OPTIONS=detect_leaks=0 \
-    python -m pytest --timeout=900 tests/test_kernels_matmul.py
-"""
+"""Products with packed weights: every kind of native tile against the dequantised weight."""
 
 from __future__ import annotations
 
@@ -29,7 +21,6 @@ from tests.matmul_helpers import (
     set_scales,
 )
 
-EXTRA_FLAGS = os.environ.get("KERNEL_TEST_FLAGS", "").split()
 TILES = {
     "native": (),
     "without AVX-512": ("-DKERNELS_WITHOUT_AVX512",),
@@ -44,7 +35,10 @@ def kernels(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The kernels with one kind of tile in place of this machine's; the test runs with each."""
-    flags = [*native.FLAGS, *TILES[request.param], *EXTRA_FLAGS]
+    more = native.more_flags(os.environ)
+    if TILES[request.param] and more:
+        pytest.skip(f"{native.MORE_FLAGS} chooses the tiles")
+    flags = [*native.FLAGS, *TILES[request.param], *more]
     try:
         native.find_compiler(os.environ)
     except native.NativeError as error:

@@ -16,7 +16,7 @@ import pytest
 from mistralrs_sdk import ModelBuilder, QueueFullError, RequestBuilder
 from mistralrs_sdk.adapters import LoraAdapterLoadPolicy, LoraRuntimeConfig
 from mistralrs_sdk.builders.lora_builder import LoraModelBuilder
-from mistralrs_sdk.engine import build
+from mistralrs_sdk.engine import settle
 from mistralrs_sdk.errors import (
     AdapterError,
     EngineClosedError,
@@ -268,21 +268,44 @@ async def test_adapters_that_do_not_load_fail_the_build(tmp_path):
         await tiny_builder().with_lora_adapter("a", tmp_path / "dora").build()
 
 
-async def test_adapters_for_which_the_plan_leaves_no_room_fail_the_build(monkeypatch):
+async def test_adapters_for_which_the_plan_leaves_no_room_fail_plan_and_build(monkeypatch):
     """What is loaded with the model counts beside its weights and its KV cache."""
-    plain = build.settle
+    plain = settle.plan_memory
 
-    def without_room(*args):
-        settled = plain(*args)
-        plan = settled.plan
+    def without_room(*args, **kwargs):
+        plan = plain(*args, **kwargs)
         used = plan.weight_bytes + plan.activation_bytes + plan.kv_bytes
-        return attrs.evolve(settled, plan=attrs.evolve(plan, free_bytes=used + 10_000))
+        return attrs.evolve(plan, free_bytes=used + 10_000)
 
-    monkeypatch.setattr(build, "settle", without_room)
+    monkeypatch.setattr(settle, "plan_memory", without_room)
     async with await tiny_builder().with_lora().build():
         pass
-    with pytest.raises(ModelLoadError, match="load fewer, or lower the cache"):
-        await with_adapters("a").build()
+    for work in (with_adapters("a").plan(), with_adapters("a").build()):
+        with pytest.raises(ModelLoadError, match="load fewer, or lower the cache"):
+            await work
+
+
+async def test_a_plan_counts_adapters_as_they_will_be_in_memory():
+    """Equal ones once; without any there is nothing to count."""
+    plain = await with_adapters().plan()
+    planned = await with_adapters("a", "b").with_lora_adapter("same", adapter("a")).plan()
+
+    async with await with_adapters("a", "b").build() as model:
+        status = await model.lora_adapter_status()
+    assert plain.adapter_bytes == 0
+    assert planned.adapter_bytes == status.resident_bytes > 0
+    assert "adapters" in str(planned)
+    assert "adapters" not in str(plain)
+
+
+async def test_a_plan_refuses_adapters_as_building_does(tmp_path):
+    """Missing, or over a limit: nobody has to wait for the weights to hear of it."""
+    with pytest.raises(ModelLoadError, match="is no folder"):
+        await tiny_builder().with_lora_adapter("a", tmp_path / "none").plan()
+    with pytest.raises(ModelLoadError, match="max_rank is 2"):
+        await with_adapters("a").with_lora(max_rank=2).plan()
+    with pytest.raises(ModelLoadError, match="max_bytes is 10"):
+        await with_adapters("a").with_lora(max_bytes=10).plan()
 
 
 async def test_the_settings_in_effect_are_shown():

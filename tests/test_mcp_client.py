@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from mistralrs_sdk import ConfigError, ModelLoadError, RequestBuilder, UnsupportedError
+from mistralrs_sdk import (
+    CalledFunction,
+    ConfigError,
+    ModelLoadError,
+    RequestBuilder,
+    ToolCallContext,
+    UnsupportedError,
+)
 from mistralrs_sdk.tools import mcp_client
 from mistralrs_sdk.tools.loop import open_stream
 from mistralrs_sdk.tools.mcp_client import McpClient
@@ -21,6 +29,7 @@ from tests.scripted_rounds import Rounds, Say
 SERVER = '''
 import asyncio, os
 from mcp.server.mcpserver import MCPServer
+from mcp_types import ToolAnnotations
 
 server = MCPServer("test server")
 
@@ -50,6 +59,15 @@ def leave() -> str:
 def pid() -> str:
     return str(os.getpid())
 
+@server.tool(annotations=ToolAnnotations(idempotentHint=True))
+def falters() -> str:
+    """Dies when it is called for the first time."""
+    mark = os.environ["MARK"]
+    if os.path.exists(mark):
+        return "done"
+    open(mark, "w").close()
+    os._exit(3)
+
 server.run("stdio")
 '''
 
@@ -61,8 +79,15 @@ def script(tmp_path_factory) -> Path:
     return path
 
 
-def config(script: Path, *, name: str = "calc", prefix: str | None = None, **settings):
-    source = McpServerSource.Process(sys.executable, [str(script)], env={"MARK": "from here"})
+def config(
+    script: Path,
+    *,
+    name: str = "calc",
+    prefix: str | None = None,
+    mark: str = "from here",
+    **settings,
+):
+    source = McpServerSource.Process(sys.executable, [str(script)], env={"MARK": mark})
     server = McpServerConfig(name=name, source=source, tool_prefix=prefix)
     return McpClientConfig(servers=[server], **settings)
 
@@ -124,18 +149,72 @@ async def test_calls_wait_for_a_place_and_are_given_up_in_time(script):
     assert sum_ == ["2"]
 
 
-async def test_server_that_dies_costs_only_its_calls(script):
-    """The call that killed it and later ones are errors for the model; closing works."""
+async def test_server_that_dies_costs_only_the_call_that_killed_it(script):
+    """That one may have been executed, so it is no second time; the next ones connect again."""
     box = Toolbox(ToolSettings(mcp=config(script, prefix="")))
     await box.start()
+    listed = box.list_mcp_tools()
     try:
         (first,) = await results(box, ("leave", "{}"))
-        (second,) = await results(box, ("add", '{"a": 1, "b": 1}'))
+        added = await results(box, ("add", '{"a": 1, "b": 1}'), ("add", '{"a": 2, "b": 2}'))
+        pids = await results(box, ("pid", "{}"), ("pid", "{}"))
     finally:
         await box.aclose()
 
-    assert first.startswith("Error: MCP server 'calc'")
-    assert second.startswith("Error: MCP server 'calc'")
+    assert first.startswith("Error: MCP server 'calc' was lost during the call")
+    assert added == ["2", "4"]
+    assert len(set(pids)) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pids[0]), 0)
+    assert box.list_mcp_tools() == []
+    assert len(listed) == len({tool.name for tool in listed})
+
+
+async def test_server_that_died_between_calls_costs_none(script):
+    """Its end is seen when it comes, so the next call goes to a new one."""
+    client = McpClient(config(script, prefix=""))
+    await client.start()
+    try:
+        tools = {tool.name: executor for tool, executor in client.tools(taken=())}
+        context = ToolCallContext(round=0, tool_name="pid")
+        pid = int(await tools["pid"].run(CalledFunction("pid", "{}"), context))
+        connection = client._connections[0]
+        os.kill(pid, signal.SIGKILL)
+        while connection._client is not None:
+            await asyncio.sleep(0.01)
+        again = int(await tools["pid"].run(CalledFunction("pid", "{}"), context))
+    finally:
+        await client.aclose()
+
+    assert again != pid
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def test_call_that_may_be_repeated_is_repeated_over_a_new_connection(script, tmp_path):
+    """The server says which tools do no more when they are called twice."""
+    box = Toolbox(ToolSettings(mcp=config(script, prefix="", mark=str(tmp_path / "mark"))))
+    await box.start()
+    try:
+        assert await results(box, ("falters", "{}")) == ["done"]
+    finally:
+        await box.aclose()
+
+
+async def test_server_that_does_not_come_back_is_an_error_for_the_model(script, tmp_path):
+    """Each call tries once, and says what happened."""
+    own = tmp_path / "server.py"
+    own.write_bytes(script.read_bytes())
+    box = Toolbox(ToolSettings(mcp=config(own, prefix="")))
+    await box.start()
+    try:
+        own.unlink()
+        await results(box, ("leave", "{}"))
+        (read,) = await results(box, ("add", '{"a": 1, "b": 1}'))
+    finally:
+        await box.aclose()
+
+    assert read.startswith("Error: MCP server 'calc' cannot be used: ")
+    assert read.endswith("it was lost, and connecting again failed")
 
 
 @pytest.mark.parametrize(

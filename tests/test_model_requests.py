@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from mistralrs_sdk import (
+    DeadlineError,
     DrySamplingParams,
-    InferenceError,
     QueueFullError,
     RequestBuilder,
     RequestError,
@@ -338,10 +338,10 @@ async def test_repetition_penalty_sees_the_prompt_and_presence_penalty_does_not(
 
 
 async def test_a_request_behind_its_deadline_fails_with_what_there_is():
-    """InferenceError names the deadline; the partial answer is kept; others go on."""
+    """A DeadlineError says so; the partial answer is kept; others go on."""
     async with await tiny_builder().build() as model:
         other = asyncio.create_task(continue_ids(model, prompt(9), 48))
-        with pytest.raises(InferenceError, match="deadline") as caught:
+        with pytest.raises(DeadlineError, match="deadline") as caught:
             await model.send_chat_request(endless().with_deadline(0.05))
         assert caught.value.partial_response.usage.completion_tokens > 0
         assert await other == expected("llama", tuple(prompt(9)), 48)
@@ -353,7 +353,7 @@ async def test_a_deadline_also_ends_a_request_that_still_waits():
     async with await tiny_builder().with_max_num_seqs(1).build() as model:
         running = await model.stream_chat_request(endless())
         await anext(running)
-        with pytest.raises(InferenceError, match="deadline") as caught:
+        with pytest.raises(DeadlineError, match="deadline") as caught:
             await model.send_chat_request(endless().with_deadline(0.03))
         assert caught.value.partial_response.usage.completion_tokens == 0
         await running.aclose()
@@ -448,3 +448,4 @@ async def test_requests_that_come_at_once_cannot_overfill_the_queue():
         calls = (model.send_chat_request(request) for _ in range(50))
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert sum(isinstance(outcome, QueueFullError) for outcome in outcomes) == 47
+        assert (await model.metrics()).rejected == {"over_total_capacity": 0, "queue_full": 47}

@@ -145,7 +145,8 @@ async def test_agent_works_on_a_model():
         agent = AgentBuilder(model).with_tool(switch).with_tool_choice(choice).build()
         response = await agent.run(must_switch())
 
-    assert response.stop_reason == AgentStopReason.TEXT_RESPONSE
+    # a random model says what it likes until it may not say more
+    assert response.stop_reason in (AgentStopReason.TEXT_RESPONSE, AgentStopReason.LENGTH)
     assert response.steps[0].tool_results[0].result in ("bright", "dark")
     assert response.iterations == 2
 

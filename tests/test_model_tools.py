@@ -21,6 +21,7 @@ from mistralrs_sdk import (
     Tool,
     ToolChoice,
 )
+from mistralrs_sdk.chat.tools import joined_calls
 from tests.checkpoint_files import change_json
 from tests.model_helpers import tiny_builder
 from tests.script_model import EOS, START, script_folder
@@ -115,7 +116,8 @@ async def test_calls_and_reasoning_are_parted_from_the_content(model):
     assert "".join(d.content or "" for d in deltas) == choice.message.content
     assert "".join(d.reasoning_content or "" for d in deltas) == choice.message.reasoning_content
     streamed = [call for d in deltas for call in d.tool_calls or ()]
-    assert [(c.index, c.function.name, c.function.arguments) for c in streamed] == calls
+    joined = joined_calls(streamed)
+    assert [(c.index, c.function.name, c.function.arguments) for c in joined] == calls
     assert whole.usage.completion_tokens == len(ANSWER) + 1
     assert not choice.unparsed_tool_call
 
@@ -328,3 +330,56 @@ async def test_a_strict_schema_that_cannot_be_enforced_is_refused(model):
 
     with pytest.raises(RequestError, match="tool 'odd' is strict"):
         await model.send_chat_request(asking(tool))
+
+
+CHANNELS = {
+    "start_anchor": "never in the prompt",
+    "fields": {
+        "reasoning_content": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+        "tool_calls": {
+            "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+) <\|message\|>",
+            "close": "<|call|>",
+            "content": "json",
+            "transform": {"name": "{name}", "arguments": "{content}"},
+        },
+        "content": {"open": "<|channel|>final<|message|>", "close": "<|end|>"},
+    },
+}
+CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|call|>")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (
+            ["<|channel|>", "analysis", "<|message|>", " hm", "m ", "<|end|>"],
+            ("", "hmm", None, "stop"),
+        ),
+        (
+            ["<|channel|>", "commentary to=functions.", "now ", "<|message|>", '{"a": ', "1}"],
+            (None, None, [("now", '{"a": 1}')], "tool_calls"),
+        ),
+        (
+            ["oh ", "<|channel|>", "final", "<|message|>", "It is", " noon."],
+            ("It is noon.", None, None, "stop"),
+        ),
+    ],
+)
+async def test_a_response_template_with_channels_is_followed(tmp_path, pieces, expected):
+    """Its marks are special tokens; whole and streamed answers say the same."""
+    settings = {"response_template": CHANNELS}
+    async with await scripted(tmp_path, pieces, CHANNEL_MARKS, **settings) as model:
+        whole, chunks = await collected(model, asking(NOW))
+        described = model.describe()
+
+    (choice,) = whole.choices
+    message = choice.message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    assert (message.content, message.reasoning_content, calls or None, choice.finish_reason) == (
+        expected
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    streamed = joined_calls(call for delta in deltas for call in delta.tool_calls or ())
+    assert [(call.function.name, call.function.arguments) for call in streamed] == calls
+    assert "as the response template says" in described

@@ -219,7 +219,7 @@ def test_messages_must_be_a_list(messages):
     [
         ({"functions": [{}]}, 'write "tools"'),
         ({"web_search_options": {"search_context_size": "low"}}, "searches the web"),
-        ({"enable_shell": True}, "commands"),
+        ({"shell_skills": [{"name": "a"}]}, "may name no folders"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"modalities": ["text", "audio"]}, "modalities"),
     ],
@@ -233,7 +233,7 @@ def test_what_is_not_done_is_refused_by_name(keys, message):
 
 def test_what_asks_for_nothing_is_let_pass():
     """False, and the value a key has anyway, ask for nothing."""
-    assert asked(enable_shell=False, parallel_tool_calls=True, modalities=["text"]) == asked()
+    assert asked(shell_skills=[], parallel_tool_calls=True, modalities=["text"]) == asked()
 
 
 def test_bookkeeping_is_logged_once(caplog, monkeypatch):

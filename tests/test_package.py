@@ -32,6 +32,7 @@ BASE = {
     "plan",
     "sampling_params",
     "switches",
+    "token_source",
     "topology",
     "unsupported",
 }
@@ -118,6 +119,7 @@ TORCH_FREE = (
     "sampling_params",
     "serving.structured",
     "switches",
+    "token_source",
     "tools.agent",
     "tools.agent_builder",
     "tools.callbacks",

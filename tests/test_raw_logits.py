@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from mistralrs_sdk import InferenceError, RequestBuilder, RequestError, SamplingParams
+from mistralrs_sdk import DeadlineError, RequestBuilder, RequestError, SamplingParams
 from mistralrs_sdk.answers.raw_logits import (
     MAX_RAW_LOGITS_BYTES,
     cross_entropy_loss,
@@ -135,7 +135,7 @@ async def test_sessions_are_refused(model):
 async def test_a_deadline_holds_for_logits_too(model):
     """A request that did not make it in time fails like any other."""
     late = RequestBuilder().add_message("user", "x").with_deadline(1e-9)
-    with pytest.raises(InferenceError, match="deadline"):
+    with pytest.raises(DeadlineError, match="deadline"):
         await model.send_raw_chat_request(late)
 
 

@@ -35,7 +35,6 @@ VARIANTS = ("XLora", "Lora", "XLoraGGUF", "LoraGGUF", "GGML", "XLoraGGML")
 VARIANTS += ("LoraGGML", "MultimodalPlain", "VisionPlain", "DiffusionPlain", "Speech")
 REFUSED = ("mtp_model", "mtp_n_predict", "num_device_layers", "anymoe_config")
 REFUSED += ("enable_search", "search_embedding_model", "search_callback")
-REFUSED += ("code_execution_config", "shell_config")
 
 
 def load(which=None, **arguments) -> Runner:

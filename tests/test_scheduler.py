@@ -84,6 +84,24 @@ def test_running_decodes_ride_along_in_a_prefill_pass():
     assert mixed[0] == [(decoder, 1), (prompt, 15)]
 
 
+def test_prompts_beside_decodes_are_taken_in_order_up_to_their_limit():
+    """A prefill pass with a decode in it fills its limit prompt by prompt, not all a little."""
+    scheduler = make_scheduler(max_mixed_prompt_tokens=8)
+    decoder = admit(scheduler, make_request(4, max_tokens=9))
+    step(scheduler)
+    first, second = (admit(scheduler, make_request(6)) for _ in range(2))
+    seen = [step(scheduler) for _ in range(3)]
+    mixed = [work for work in seen if len(work) > 1]
+    assert mixed[0] == [(decoder, 1), (first, 6), (second, 2)]
+
+
+def test_prompts_that_no_answer_waits_for_take_the_whole_budget():
+    """The limit of mixed passes does not hold where nothing decodes."""
+    scheduler = make_scheduler(max_num_batched_tokens=40, max_mixed_prompt_tokens=8)
+    prompts = [admit(scheduler, make_request(20)) for _ in range(2)]
+    assert step(scheduler) == [(s, 20) for s in prompts]
+
+
 def test_max_num_seqs_bounds_the_running_and_the_rest_wait_in_order():
     """Waiting sequences enter one by one, first come first served."""
     scheduler = make_scheduler(max_num_seqs=2)
@@ -240,11 +258,12 @@ def test_decodes_beyond_the_token_budget_take_turns():
     seqs=st.integers(1, 8),
     caching=st.booleans(),
     mixed=st.booleans(),
+    beside=st.one_of(st.none(), st.integers(1, 16)),
     shared=st.integers(0, 12),
     aborts=st.dictionaries(st.integers(0, 7), st.integers(0, 20), max_size=3),
 )
 def test_any_traffic_gives_everyone_its_own_tokens(
-    prompts, num_blocks, budget, chunk, seqs, caching, mixed, shared, aborts
+    prompts, num_blocks, budget, chunk, seqs, caching, mixed, beside, shared, aborts
 ):
     """Under any limits, preemption, sharing and cancelling: the right tokens, progress, no leak."""
     scheduler = make_scheduler(
@@ -255,6 +274,7 @@ def test_any_traffic_gives_everyone_its_own_tokens(
         max_prefill_chunk_tokens=chunk,
         prefix_caching=caching,
         mixed_batches=mixed,
+        max_mixed_prompt_tokens=beside,
     )
     engine = Engine(scheduler, FakeRunner())
     requests = []

@@ -21,9 +21,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.one_of(st.none(), st.integers(1, 12)),
         seqs=st.integers(1, 6),
         mixed=st.booleans(),
+        beside=st.one_of(st.none(), st.integers(1, 8)),
         caching=st.booleans(),
     )
-    def start(self, num_blocks, budget, chunk, seqs, mixed, caching):
+    def start(self, num_blocks, budget, chunk, seqs, mixed, beside, caching):
         self.scheduler: Scheduler = make_scheduler(
             num_blocks=num_blocks,
             block_size=2,
@@ -31,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_prefill_chunk_tokens=chunk,
             mixed_batches=mixed,
+            max_mixed_prompt_tokens=beside,
             prefix_caching=caching,
         )
         self.sequences: list[Sequence] = []

@@ -58,7 +58,14 @@ def test_flags_become_settings():
         *("--cors-origin", "https://a", "--cors-origin", "https://b", "--drain-seconds", "2.5"),
         *("--keep-alive-seconds", "3", "--no-ui", "--no-docs", "--access-log-format", "json"),
         *("--access-log-health", "--disable-request-id-header", "--disable-metrics"),
-        *("--allow-runtime-adapters", "--max-tool-rounds", "4", "--tool-dispatch-url", "http://t"),
+        *(
+            "--allow-diagnostics",
+            "--allow-runtime-adapters",
+            "--max-tool-rounds",
+            "4",
+            "--tool-dispatch-url",
+            "http://t",
+        ),
     )
 
     assert serve.settings_from(args, {}) == ServerSettings(
@@ -75,6 +82,7 @@ def test_flags_become_settings():
         metrics=False,
         docs=False,
         web_page=False,
+        allow_diagnostics=True,
         allow_runtime_adapters=True,
         max_tool_rounds=4,
         tool_dispatch_url="http://t",

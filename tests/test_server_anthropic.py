@@ -85,6 +85,12 @@ async def test_streamed_message_tells_all_that_the_whole_one_says(client):
     kinds = [event.type for event in events]
     assert (kinds[0], kinds[-2], kinds[-1]) == ("message_start", "message_delta", "message_stop")
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+    pieces = [e.delta.partial_json for e in events if _is_json_delta(e)]
+    assert "".join(pieces) == '{"zone": "UTC"}{}'
+
+
+def _is_json_delta(event: Any) -> bool:
+    return event.type == "content_block_delta" and event.delta.type == "input_json_delta"
 
 
 async def test_results_of_tools_go_to_the_model(client):

@@ -156,6 +156,17 @@ async def test_a_wrong_path_or_method_is_in_openais_shape(model):
     assert method.headers["allow"] == "POST"
 
 
+async def test_allow_names_every_method_of_a_path(model):
+    """Where several routes share it, too."""
+    async with browser(model) as http:
+        session = await http.post("/v1/sessions/x")
+        response = await http.options("/v1/responses/x")
+
+    assert (session.status_code, response.status_code) == (405, 405)
+    assert session.headers["allow"] == "DELETE, GET, HEAD, PUT"
+    assert response.headers["allow"] == "DELETE, GET, HEAD"
+
+
 async def test_what_nobody_foresaw_is_a_500_without_details(model, monkeypatch, caplog):
     """The client learns the kind of error, the log the rest."""
 
@@ -244,7 +255,8 @@ async def test_requests_in_flight_are_a_gauge(model):
 
 async def test_the_description_covers_every_route(model):
     """Each route but the page's and the description's own is described, with its errors."""
-    app = create_app(model, settings=ServerSettings(allow_runtime_adapters=True, api_key="k"))
+    allowed = ServerSettings(allow_runtime_adapters=True, allow_diagnostics=True, api_key="k")
+    app = create_app(model, settings=allowed)
     async with serving(model, app.state.settings) as url, httpx2.AsyncClient(base_url=url) as http:
         document = (await http.get("/openapi.json")).json()
         page = await http.get("/docs")
@@ -311,6 +323,7 @@ async def test_without_its_page_the_root_says_ok(model):
         {"drain_seconds": -1},
         {"access_log": "xml"},
         {"metrics": 1},
+        {"allow_diagnostics": "yes"},
         {"max_tool_rounds": -1},
         {"tool_dispatch_url": "ftp://x"},
     ],

@@ -89,6 +89,8 @@ async def test_streamed_answer_tells_all_that_the_whole_one_says(client):
     assert "".join(grown) == whole.output_text
     thoughts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     assert "".join(thoughts) == "what time?"
+    grown = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(grown) == '{"zone": "UTC"}{}'
 
 
 async def test_streaming_helper_of_the_client_follows(client):

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
 from mistralrs_sdk.config import ModelSource
-from mistralrs_sdk.errors import ModelLoadError
+from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
 from mistralrs_sdk.loading.checkpoint import Checkpoint, TokenizerFiles
 from mistralrs_sdk.loading.loader import open_checkpoint
 from mistralrs_sdk.loading.tokenizer import eos_ids, load_tokenizer, read_tokenizer
@@ -61,6 +61,15 @@ def test_a_folder_gives_tokenizer_special_tokens_and_template(folder):
     assert files.adds_bos is False
     assert files.chat_template == CHAT_TEMPLATE
     assert files.template_source == "tokenizer_config.json"
+
+
+def test_the_unknown_token_is_read_for_templates(folder, tmp_path):
+    """Templates may write it; a GGUF names it by its id."""
+    settings(folder, unk_token={"content": "<unk>"})
+
+    assert read(folder).unk_token == "<unk>"
+    gguf = tiny(tmp_path, **{"tokenizer.ggml.unknown_token_id": 26})
+    assert opened(gguf).tokenizer.unk_token == "ab"
 
 
 def test_no_tokenizer_names_what_is_looked_for_and_the_way_out(folder):
@@ -303,6 +312,20 @@ def test_with_tokenizer_json_replaces_the_tokenizer_of_a_gguf(tmp_path, other_to
     assert (files.bos_token, files.eos_token, files.adds_bos) == ("<s>", "</s>", True)
     assert files.eos_token_ids == {28, 513}
     assert files.chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize("key", ["pre", "model"])
+def test_with_tokenizer_json_opens_a_gguf_whose_own_tokenizer_is_unknown(
+    tmp_path, other_tokenizer, key
+):
+    """The file's own is refused with this way out, and not looked at where it is taken."""
+    model = tiny(tmp_path, **{f"tokenizer.ggml.{key}": "new-one"})
+    with pytest.raises(UnsupportedError, match=r"'new-one'.*with_tokenizer_json"):
+        opened(model)
+
+    files = opened(model, tokenizer_json=other_tokenizer).tokenizer
+
+    assert (files.bos_token, files.eos_token, files.adds_bos) == ("<s>", "</s>", True)
 
 
 def test_with_tokenizer_json_of_nothing_is_named(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from mistralrs_sdk import (
     Constraint,
+    DeadlineError,
     EngineClosedError,
     Function,
     InferenceError,
@@ -591,7 +592,7 @@ async def test_deadline_counts_rounds_and_tools_together():
     async def slow(call, context):
         await asyncio.sleep(60)
 
-    with pytest.raises(InferenceError, match="deadline passed while tools ran") as caught:
+    with pytest.raises(DeadlineError, match="deadline passed while tools ran") as caught:
         await whole(Rounds(SUM_CALL), ask().with_deadline(0.02), adding(slow))
 
     assert caught.value.partial_response.choices[0].message.content == "I add. "

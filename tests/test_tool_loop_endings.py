@@ -9,6 +9,7 @@ import gc
 import pytest
 
 from mistralrs_sdk import (
+    DeadlineError,
     EngineClosedError,
     Function,
     InferenceError,
@@ -242,7 +243,7 @@ async def test_calls_that_had_ended_are_recorded_when_others_are_cut_off(how):
         elif how == "aclose":
             await stream.aclose()
         if how == "deadline":
-            with pytest.raises(InferenceError, match="deadline") as caught:
+            with pytest.raises(DeadlineError, match="deadline") as caught:
                 await stream.collect()
             response = caught.value.partial_response
         else:

@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import socket
-from collections.abc import Iterator
 from typing import Any
 
-import anyio.from_thread
 import pytest
-import uvicorn
 
-from mistralrs_sdk.server import ServerSettings, create_app
 from mistralrs_sdk.server.errors import HttpError
-from tests.model_helpers import tiny_builder
 from tests.web_page_server import (
     USAGE,
     FakeServer,
     ask,
-    headless_chromium,
     opened,
     said,
+    served_model,
     wait_for_models,
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with headless_chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def running(browser: Any) -> Iterator[FakeServer]:
-    with FakeServer().running() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: FakeServer) -> FakeServer:
-    running.reset()
-    return running
-
-
-@pytest.fixture
-def page(browser: Any, server: FakeServer) -> Iterator[Any]:
-    with opened(browser, server.address) as page:
-        wait_for_models(page)
-        yield page
 
 
 def test_answer_arrives_piece_by_piece(page: Any, server: FakeServer) -> None:
@@ -196,21 +164,3 @@ def test_page_talks_to_a_real_model(browser: Any) -> None:
         too_long = ask(page, "hello " * 2000)
         assert "tokens" in too_long.get_by_role("alert").inner_text()
         page.get_by_text("ready", exact=True).wait_for()
-
-
-@contextlib.contextmanager
-def served_model() -> Iterator[str]:
-    """Serve a tiny model with `create_app` in a thread; yield the address."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    with anyio.from_thread.start_blocking_portal() as portal:
-        model = portal.call(tiny_builder().build)
-        app = create_app(model, settings=ServerSettings(access_log=None))
-        config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none")
-        server = uvicorn.Server(config)
-        served = portal.start_task_soon(server.serve, [listening])
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            served.result(10)
-            portal.call(model.aclose)

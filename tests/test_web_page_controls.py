@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,38 +12,12 @@ from tests.web_page_server import (
     USAGE,
     FakeServer,
     ask,
-    headless_chromium,
     opened,
     said,
     wait_for_models,
 )
 
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with headless_chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def running(browser: Any) -> Iterator[FakeServer]:
-    with FakeServer().running() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: FakeServer) -> FakeServer:
-    running.reset()
-    return running
-
-
-@pytest.fixture
-def page(browser: Any, server: FakeServer) -> Iterator[Any]:
-    with opened(browser, server.address) as page:
-        wait_for_models(page)
-        yield page
 
 
 def focused(page: Any) -> str:

@@ -24,6 +24,18 @@ def test_the_least_recently_used_prefix_goes_first():
     assert cache.num_evictions == 1
 
 
+def test_kept_caches_hold_no_more_tokens_than_allowed():
+    """Tokens are memory: old ones go until the new one fits, and what never fits is not kept."""
+    cache = WholePrefixCache(8, max_tokens=6)
+    cache.put(b"", [1, 2, 3], lambda: "a")
+    cache.put(b"", [4, 5, 6], lambda: "b")
+    cache.put(b"", [7, 8], lambda: "c")
+    assert (len(cache), cache.num_evictions) == (2, 1)
+    assert cache.find(b"", [1]) is None
+    cache.put(b"", [9, 8, 7, 6, 5, 4, 3], lambda: pytest.fail("made for nothing"))
+    assert (len(cache), cache.num_evictions) == (2, 1)
+
+
 def test_the_longest_shared_prefix_wins_and_roots_do_not_mix():
     """Entries are compared token by token, within one root."""
     cache = WholePrefixCache(8)

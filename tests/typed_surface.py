@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypedDict
 
 import mistralrs_sdk as m
@@ -32,6 +33,11 @@ def weather(city: str) -> str:
         city: where
     """
     return f"Sunny in {city}."
+
+
+def serve_or_build(builder: ModelBuilder) -> None:
+    served: bool = m.serve_rank(builder.with_tensor_parallel(2))
+    print(served)
 
 
 def describe_models() -> list[ModelBuilder]:
@@ -209,6 +215,7 @@ def what_may_be_raised() -> tuple[type[m.MistralRsError], ...]:
     return (
         m.AdapterError,
         m.ConfigError,
+        m.DeadlineError,
         m.EngineClosedError,
         m.EngineDeadError,
         m.InferenceError,
@@ -227,13 +234,10 @@ def what_is_refused() -> tuple[type[object], ...]:
         m.SpeechLoaderType,
         m.DiffusionLoaderType,
         m.AnyMoeExpertType,
-        m.NetworkMode,
-        m.ShellOptions,
         m.SearchResult,
         m.RequestedFile,
         m.AnyMoeModelBuilder,
         m.AudioInput,
-        m.CodeExecutionConfig,
         m.DiffusionGenerationParams,
         m.DiffusionModelBuilder,
         m.GgufLoraModelBuilder,
@@ -241,9 +245,7 @@ def what_is_refused() -> tuple[type[object], ...]:
         m.InputFile,
         m.MtpConfig,
         m.MultimodalModelBuilder,
-        m.SandboxPolicy,
         m.SearchEmbeddingModel,
-        m.ShellConfig,
         m.SpeechModelBuilder,
         m.UqffEmbeddingModelBuilder,
         m.UqffMultimodalModelBuilder,
@@ -255,8 +257,21 @@ def what_is_refused() -> tuple[type[object], ...]:
     )
 
 
+def running_code() -> tuple[m.ModelBuilder, m.RequestBuilder]:
+    policy = m.SandboxPolicy(network=m.NetworkMode.NONE, max_procs=8, extra_fs_read=["/data"])
+    code = m.CodeExecutionConfig(timeout_secs=10, sandbox_policy=policy)
+    shell = m.ShellConfig(permission=m.AgentPermission.ASK)
+    skill = m.ShellSkillMount("notes", "How notes are kept.", Path("notes"))
+    asked = m.RequestBuilder().with_code_execution().with_code_execution_permission("ask")
+    return (
+        m.ModelBuilder("model").with_code_execution(code).with_shell_execution(shell),
+        asked.with_shell_options(m.ShellOptions(skills=(skill,))),
+    )
+
+
 async def main() -> None:
     print(m.__version__, describe_models(), requests(), what_may_be_raised(), what_is_refused())
+    print(running_code())
     async with await load_models() as model:
         print(await ask(model), await run_agent(model), answer_in_person)
         await ask_raw(model)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import anyio.from_thread
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -21,8 +22,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from mistralrs_sdk import EngineClosedError, RequestError
-from mistralrs_sdk.server import web_page
+from mistralrs_sdk.server import ServerSettings, create_app, web_page
 from mistralrs_sdk.server.errors import HttpError, error_response
+from tests.model_helpers import tiny_builder
 
 USAGE = {
     "choices": [],
@@ -160,7 +162,25 @@ class FakeServer:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope)
+
+
+@contextlib.contextmanager
+def served_model(**settings: Any) -> Iterator[str]:
+    """Serve a tiny model with `create_app` in a thread; yield the address."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    with anyio.from_thread.start_blocking_portal() as portal:
+        model = portal.call(tiny_builder().build)
+        app = create_app(model, settings=ServerSettings(**{"access_log": None, **settings}))
+        config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none")
+        server = uvicorn.Server(config)
+        served = portal.start_task_soon(server.serve, [listening])
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            served.result(10)
+            portal.call(model.aclose)
 
 
 @contextlib.contextmanager

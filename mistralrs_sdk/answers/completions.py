@@ -35,6 +35,7 @@ _CHAT_ONLY = (
     "session_id",
     "tool_dispatch_url",
     "agent_approval_callback",
+    "execution",
 )
 """Fields of a request that a raw prompt has no use for."""
 
@@ -123,7 +124,7 @@ class CompletionStream(ClosedOnLeaving):
         """Read to the end and return the whole completion, what was read before included.
 
         Raises:
-            InferenceError: as iterating does.
+            InferenceError, EngineDeadError, EngineClosedError: as iterating does.
         """
         try:
             return self._response(await self._stream.collect())

@@ -11,11 +11,12 @@ from mistralrs_sdk.chat.answer_parser import AnswerDelta, AnswerParser
 from mistralrs_sdk.chat.chat_text import ChatPrompt
 from mistralrs_sdk.chat.detokenizer import Detokenizer
 from mistralrs_sdk.chat.responses import ResponseLogprob, Usage
+from mistralrs_sdk.chat.template_parser import TemplateParser
 from mistralrs_sdk.chat.token_logprobs import response_logprobs
 from mistralrs_sdk.chat.tools import ToolCallResponse
 from mistralrs_sdk.engine.engine_thread import EngineThread, RequestStream
-from mistralrs_sdk.engine.request import Request, RequestOutput
-from mistralrs_sdk.errors import InferenceError
+from mistralrs_sdk.engine.request import DEADLINE_PASSED, Request, RequestOutput
+from mistralrs_sdk.errors import DeadlineError, InferenceError
 
 
 @attrs.frozen(kw_only=True)
@@ -27,6 +28,8 @@ class ChoiceDelta:
     """Content: what is neither reasoning nor a call."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallResponse, ...] = ()
+    withdrawn_tool_calls: tuple[int, ...] = ()
+    """Indices of calls of earlier deltas that are none."""
     unparsed_tool_call: bool = False
     """Whether the text holds what began like a call and is none."""
     logprobs: tuple[ResponseLogprob, ...] = ()
@@ -38,8 +41,7 @@ class ChoiceDelta:
 @attrs.define
 class _Choice:
     detokenizer: Detokenizer
-    parser: AnswerParser | None
-    calls_tools: bool = False
+    parser: AnswerParser | TemplateParser | None
     num_tokens: int = 0
     finished: bool = False
     prompt_time: float = 0.0
@@ -141,7 +143,7 @@ class Generation:
             return None  # what the engine did before it heard of the stop string
         finish_reason: str | None = output.finish_reason
         if finish_reason == "error":
-            self._failure = InferenceError(f"the request failed: {output.error}")
+            self._failure = failure_of(output)
             finish_reason = None  # the error is raised once everything before it was taken
         if output.choice == 0:
             self._cached_tokens = output.cached_tokens
@@ -168,7 +170,7 @@ class Generation:
             choice.finished = True
             self._num_open -= 1
         delta = _parse(choice, text, last=finish_reason is not None or self._failure is not None)
-        if choice.calls_tools and finish_reason == "stop":
+        if finish_reason == "stop" and choice.parser is not None and choice.parser.has_calls:
             finish_reason = "tool_calls"
         logprobs = response_logprobs(self._tokenizer, output.logprobs[:taken])
         if not (delta or logprobs or finish_reason):
@@ -178,6 +180,7 @@ class Generation:
             text=delta.content,
             reasoning=delta.reasoning,
             tool_calls=delta.tool_calls,
+            withdrawn_tool_calls=delta.withdrawn,
             unparsed_tool_call=delta.unparsed,
             logprobs=logprobs,
             finish_reason=finish_reason,
@@ -196,11 +199,16 @@ class Generation:
         return text, len(ids)
 
 
+def failure_of(output: RequestOutput) -> InferenceError:
+    """The error for an output that says why its request failed."""
+    kind = DeadlineError if output.error == DEADLINE_PASSED else InferenceError
+    return kind(f"the request failed: {output.error}")
+
+
 def _parse(choice: _Choice, text: str, *, last: bool) -> AnswerDelta:
     if choice.parser is None:
         return AnswerDelta(content=text)
     delta = choice.parser.feed(text)
     if last:
         delta += choice.parser.finish()
-    choice.calls_tools = choice.calls_tools or bool(delta.tool_calls)
     return delta

@@ -9,6 +9,7 @@ import attrs
 
 from mistralrs_sdk.answers.generation import ChoiceDelta, Generation
 from mistralrs_sdk.answers.leaving import ClosedOnLeaving
+from mistralrs_sdk.chat.incoming_text import parse_json
 from mistralrs_sdk.chat.responses import (
     ChatCompletionChunkResponse,
     ChatCompletionResponse,
@@ -19,7 +20,7 @@ from mistralrs_sdk.chat.responses import (
     ResponseLogprob,
     ResponseMessage,
 )
-from mistralrs_sdk.chat.tools import ToolCallResponse
+from mistralrs_sdk.chat.tools import ToolCallResponse, joined_calls
 from mistralrs_sdk.errors import InferenceError
 
 
@@ -29,7 +30,8 @@ class _Answer:
 
     texts: list[str] = attrs.field(factory=list)
     thoughts: list[str] = attrs.field(factory=list)
-    tool_calls: list[ToolCallResponse] = attrs.field(factory=list)
+    call_pieces: list[ToolCallResponse] = attrs.field(factory=list)
+    withdrawn: set[int] = attrs.field(factory=set)
     unparsed_tool_call: bool = False
     logprobs: list[ResponseLogprob] = attrs.field(factory=list)
     finish_reason: str | None = None
@@ -38,7 +40,8 @@ class _Answer:
     def add(self, delta: ChoiceDelta) -> None:
         self.texts.append(delta.text)
         self.thoughts.append(delta.reasoning)
-        self.tool_calls += delta.tool_calls
+        self.call_pieces += delta.tool_calls
+        self.withdrawn.update(delta.withdrawn_tool_calls)
         self.unparsed_tool_call |= delta.unparsed_tool_call
         self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
@@ -46,11 +49,18 @@ class _Answer:
 
     def message(self) -> ResponseMessage:
         content, reasoning = "".join(self.texts), "".join(self.thoughts)
+        calls = self._calls()
         return ResponseMessage(
-            content=None if self.tool_calls and not content else content,
-            tool_calls=tuple(self.tool_calls) or None,
+            content=None if calls and not content else content,
+            tool_calls=calls or None,
             reasoning_content=reasoning or None,
         )
+
+    def _calls(self) -> tuple[ToolCallResponse, ...]:
+        calls = joined_calls(self.call_pieces, self.withdrawn)
+        if self.finish_reason is None:  # left before its end, maybe in the middle of a call
+            calls = tuple(call for call in calls if parse_json(call.function.arguments) is not None)
+        return tuple(attrs.evolve(call, index=place) for place, call in enumerate(calls))
 
 
 class ChatStream(ClosedOnLeaving):
@@ -106,6 +116,7 @@ class ChatStream(ClosedOnLeaving):
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
                     unparsed_tool_call=delta.unparsed_tool_call,
+                    withdrawn_tool_calls=delta.withdrawn_tool_calls,
                 ),
             ),
             usage=self._generation.usage if last else None,
@@ -116,7 +127,7 @@ class ChatStream(ClosedOnLeaving):
         """Read to the end and return the whole answer, what was read before included.
 
         Raises:
-            InferenceError: as iterating does.
+            InferenceError, EngineDeadError, EngineClosedError: as iterating does.
         """
         while await self._take():
             pass

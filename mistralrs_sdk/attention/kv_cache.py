@@ -15,6 +15,7 @@ from mistralrs_sdk.machine import is_out_of_memory
 
 DENSE_GROWTH = 512
 """Tokens by which a dense cache grows."""
+_F8_MOST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class PagedKVCache:
@@ -24,7 +25,7 @@ class PagedKVCache:
     memory: token by token, unless the backend that owns the cache wants its keys otherwise (see
     `lay_out_keys`). Slot `block * block_size + offset` holds one token. Block 0 is the null block:
     the pool never hands it out. The cache starts as zeros; on the CPU memory is taken only when a
-    block is first used.
+    block is first used. In float8_e4m3fn a number beyond 448 is kept as 448, without a scale.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class PagedKVCache:
         self.dtype = dtype
         self.device = device
         shapes = [(num_blocks, block_size, spec.num_kv_heads, spec.head_dim) for spec in specs]
-        self.k = tuple(_zeros(shape, dtype=dtype, device=device) for shape in shapes)
-        self.v = tuple(_zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        self.k = tuple(untouched_zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        self.v = tuple(untouched_zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self._flat: list[tuple[Tensor, Tensor]] | None = [
             (k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)
         ]
@@ -74,8 +75,12 @@ class PagedKVCache:
             ValueError: the keys do not lie token by token.
         """
         keys, values = self.flat(layer)
-        keys.index_copy_(0, slots, k.to(self.dtype))
-        values.index_copy_(0, slots, v.to(self.dtype))
+        if self.dtype is torch.float8_e4m3fn:
+            # Bytes are copied: index_copy_ does not know the type.
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+            k, v = _to_f8(k).view(torch.uint8), _to_f8(v).view(torch.uint8)
+        keys.index_copy_(0, slots, k.to(keys.dtype))
+        values.index_copy_(0, slots, v.to(values.dtype))
 
 
 @attrs.define(eq=False)
@@ -247,7 +252,8 @@ def bytes_per_token(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> int:
     return sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs) * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def untouched_zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, which on the CPU take memory only where they are first used."""
     size = math.prod(shape)
     if device.type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -255,3 +261,8 @@ def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) 
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size * dtype.itemsize, flags=private)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _to_f8(x: Tensor) -> Tensor:
+    """As float8_e4m3fn, in which some versions of torch make NaN of what is out of range."""
+    return x.clamp(-_F8_MOST, _F8_MOST).to(torch.float8_e4m3fn)

@@ -38,7 +38,7 @@ class AdapterMethods:
     ) -> Self:
         """Take LoRA adapters while the model runs; none is loaded by this.
 
-        The limits are those of `LoraRuntimeConfig`; None leaves one as it is.
+        The limits are those of `LoraRuntimeConfig`, `max_bytes` in bytes; None leaves one as it is.
         """
         given = {"max_adapters": max_adapters, "max_rank": max_rank, "max_bytes": max_bytes}
         limits = attrs.evolve(
@@ -60,18 +60,30 @@ class AdapterMethods:
     def with_lora_adapter_revision(
         self, alias: str, source: str | os.PathLike[str], revision: str
     ) -> Self:
-        """The same, at this branch, tag or commit of the hub repository."""
+        """The same, at this branch, tag or commit of the hub repository.
+
+        Raises:
+            AdapterError, ConfigError: as `with_lora_adapter`.
+        """
         spec = LoraAdapterSpec(alias, source, revision)
         return self._configure(
             "with_lora_adapter_revision", lora_adapters=self._adapters_and([spec])
         )
 
     def with_lora_adapters(self, adapters: Iterable[LoraAdapterSpec | str]) -> Self:
-        """The same for several, each a `LoraAdapterSpec` or written alias=source."""
+        """The same for several, each a `LoraAdapterSpec` or written alias=source.
+
+        Raises:
+            AdapterError, ConfigError: as `with_lora_adapter`, or one is neither.
+        """
         return self._configure("with_lora_adapters", lora_adapters=self._adapters_and(adapters))
 
     def with_lora_runtime_config(self, limits: LoraRuntimeConfig) -> Self:
-        """Take LoRA adapters within these limits."""
+        """Take LoRA adapters within these limits. Default: 16 adapters, rank 256, 8 GiB.
+
+        Raises:
+            ConfigError: more adapters are named already.
+        """
         return self._configure("with_lora_runtime_config", lora_runtime_config=limits)
 
     def _adapters_and(

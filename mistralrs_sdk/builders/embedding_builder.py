@@ -102,15 +102,15 @@ class EmbeddingModelBuilder:
     # What its weights are quantised to while loading
 
     def with_isq(self, isq: IsqType | str) -> EmbeddingModelBuilder:
-        """Quantise to this type: an `IsqType`, or its text such as "q8_0" ("8" is eight bits)."""
+        """Quantise to this type: an `IsqType`, or text: "q8_0" ("8" is eight bits). Default: no."""
         return self._with(self.base.with_isq(isq))
 
     def with_auto_isq(self, bits: IsqBits | int | str) -> EmbeddingModelBuilder:
-        """Quantise to 2, 3, 4, 5, 6 or 8 bits a weight, in the type that suits the device."""
+        """Quantise to 2, 3, 4, 5, 6 or 8 bits a weight, as suits the device. Default: no."""
         return self._with(self.base.with_auto_isq(bits))
 
     def with_topology(self, topology: Topology) -> EmbeddingModelBuilder:
-        """Quantise some layers to types of their own; these win over `with_isq`."""
+        """Quantise some layers to types of their own; these win over `with_isq`. Default: none."""
         return self._with(self.base.with_topology(topology))
 
     def with_topology_from_path(self, path: PathLike) -> EmbeddingModelBuilder:
@@ -118,7 +118,7 @@ class EmbeddingModelBuilder:
         return self._with(self.base.with_topology_from_path(path))
 
     def with_imatrix(self, path: PathLike) -> EmbeddingModelBuilder:
-        """Weigh the errors of quantising to q2k to q6k by this importance matrix."""
+        """Weigh the errors of quantising to q2k to q6k by this importance matrix. Default: none."""
         return self._with(self.base.with_imatrix(path))
 
     def with_calibration_file(self, path: PathLike) -> EmbeddingModelBuilder:
@@ -128,11 +128,14 @@ class EmbeddingModelBuilder:
     # Where the files come from
 
     def with_tokenizer_json(self, path: PathLike) -> EmbeddingModelBuilder:
-        """Use this tokenizer.json instead of the model's tokenizer."""
+        """Use this tokenizer.json instead of the model's tokenizer, the default."""
         return self._with(self.base.with_tokenizer_json(path))
 
     def with_token_source(self, source: TokenSource | str) -> EmbeddingModelBuilder:
-        """Take the Hugging Face token from here: a `TokenSource` or its text, such as "env:X"."""
+        """Take the Hugging Face token from here: a `TokenSource` or its text, such as "env:X".
+
+        Default: HF_TOKEN or the stored token, if there is one.
+        """
         return self._with(self.base.with_token_source(source))
 
     def with_hf_revision(self, revision: str) -> EmbeddingModelBuilder:
@@ -154,7 +157,10 @@ class EmbeddingModelBuilder:
         return self._with(self.base.with_throughput_logging())
 
     def with_progress(self, progress: Progress = True) -> EmbeddingModelBuilder:
-        """Show progress bars while loading, or call `progress(what, done, total)`."""
+        """Show progress bars while loading, or call `progress(what, done, total)`.
+
+        Default: bars if stderr is a terminal.
+        """
         return self._with(self.base.with_progress(progress))
 
     # What mistral.rs has here and this package does not do

@@ -49,32 +49,56 @@ class LoraModelBuilder:
         return self.builder.source
 
     def with_adapter(self, alias: str, source: str | os.PathLike[str]) -> Self:
-        """Load this adapter too; see `ModelBuilder.with_lora_adapter`."""
+        """Load this adapter too; see `ModelBuilder.with_lora_adapter`.
+
+        Raises:
+            AdapterError, ConfigError: as that.
+        """
         return attrs.evolve(self, builder=self.builder.with_lora_adapter(alias, source))
 
     def with_adapter_revision(
         self, alias: str, source: str | os.PathLike[str], revision: str
     ) -> Self:
-        """The same, at this branch, tag or commit of the hub repository."""
+        """The same, at this branch, tag or commit of the hub repository.
+
+        Raises:
+            AdapterError, ConfigError: as `ModelBuilder.with_lora_adapter`.
+        """
         changed = self.builder.with_lora_adapter_revision(alias, source, revision)
         return attrs.evolve(self, builder=changed)
 
     def with_adapters(self, adapters: Iterable[LoraAdapterSpec | str]) -> Self:
-        """The same for several."""
+        """The same for several.
+
+        Raises:
+            AdapterError, ConfigError: as `ModelBuilder.with_lora_adapters`.
+        """
         return attrs.evolve(self, builder=self.builder.with_lora_adapters(adapters))
 
     def with_runtime_config(self, limits: LoraRuntimeConfig) -> Self:
-        """Keep these limits."""
+        """Keep these limits. Default: 16 adapters, rank 256, 8 GiB."""
         return attrs.evolve(self, builder=self.builder.with_lora_runtime_config(limits))
 
     async def build(self) -> Model:
-        """Load the model and its adapters; see `ModelBuilder.build`."""
+        """Load the model and its adapters; see `ModelBuilder.build`.
+
+        Raises:
+            ModelLoadError, UnsupportedError: as that; an adapter is at fault, too.
+        """
         return await self.builder.build()
 
     async def serve(self) -> ServedModel:
-        """The same, without a handle; see `ModelBuilder.serve`."""
+        """The same, without a handle; see `ModelBuilder.serve`.
+
+        Raises:
+            ModelLoadError, UnsupportedError: as `build()`.
+        """
         return await self.builder.serve()
 
     async def plan(self) -> MemoryPlan:
-        """Work out what `build()` would take in memory; see `ModelBuilder.plan`."""
+        """Work out what `build()` would take in memory; see `ModelBuilder.plan`.
+
+        Raises:
+            ConfigError, ModelLoadError, UnsupportedError: as that.
+        """
         return await self.builder.plan()

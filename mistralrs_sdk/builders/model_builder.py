@@ -50,7 +50,7 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
     hashed and pickled, and its repr shows what was set, but never a token.
 
     Raises:
-        ConfigError: from each method, at once: a value is out of range or contradicts another.
+        ConfigError, AdapterError: from each method, at once: out of range or contradicts another.
         UnsupportedError: likewise, for what this package does not do.
     """
 
@@ -192,6 +192,30 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
             )
         return self._configure("with_force_cpu", device="cpu")._replace(force_cpu=True)
 
+    def with_flashinfer(self, on: bool = True) -> Self:
+        """Attend with FlashInfer on an NVIDIA GPU, or never. Default: where it can.
+
+        `build()` fails with every reason if it is asked for and cannot be had. Unset,
+        MISTRALRS_FLASHINFER_DECODE can switch it off.
+        """
+        return self._configure("with_flashinfer", flashinfer=on)
+
+    def with_cuda_graphs(self, on: bool = True) -> Self:
+        """Capture decode steps as CUDA graphs, or never. Default: where FlashInfer attends.
+
+        `build()` fails with every reason if they are asked for and cannot be had. Unset,
+        MISTRALRS_CUDA_GRAPHS can switch them off.
+        """
+        return self._configure("with_cuda_graphs", cuda_graphs=on)
+
+    def with_tensor_parallel(self, ranks: int) -> Self:
+        """Divide the model over this many CUDA devices or processes. Default 1: not at all.
+
+        `build()` starts the other ranks on this machine. Under torchrun, or with the variables of
+        docs/tensor_parallel.md, they are processes of their own that call `serve_rank(builder)`.
+        """
+        return self._configure("with_tensor_parallel", tensor_parallel=ranks)
+
     def with_num_threads(self, threads: int) -> Self:
         """Use this many CPU threads, 1 to 1024. Default: the physical cores it may use.
 
@@ -200,20 +224,20 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
         return self._configure("with_num_threads", num_threads=threads)
 
     def with_seed(self, seed: int) -> Self:
-        """Make requests that bring no seed of their own repeatable. 0 to 2**64 - 1."""
+        """Make requests without a seed of their own repeatable: 0 to 2**64 - 1. Default: none."""
         return self._configure("with_seed", seed=seed)
 
     # What its weights are quantised to while loading
 
     def with_isq(self, isq: IsqType | str) -> Self:
-        """Quantise to this type: an `IsqType`, or its text such as "q4k" ("4" is four bits).
+        """Quantise to this type: an `IsqType`, or text: "q4k" ("4" is four bits). Default: no.
 
-        Embedding and head get a wider type; this or `with_auto_isq`, the later one holds.
+        Embedding and head get a wider type; of this and `with_auto_isq`, the later one holds.
         """
         return self._configure("with_isq", isq=isq)
 
     def with_auto_isq(self, bits: IsqBits | int | str) -> Self:
-        """Quantise to 2, 3, 4, 5, 6 or 8 bits a weight, in the type that suits the device."""
+        """Quantise to 2, 3, 4, 5, 6 or 8 bits a weight, as suits the device. Default: no."""
         try:
             isq = IsqBits(bits)
         except ValueError:
@@ -223,7 +247,7 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
         return self._configure("with_auto_isq", isq=isq)
 
     def with_topology(self, topology: Topology) -> Self:
-        """Quantise some layers to types of their own; these win over `with_isq`."""
+        """Quantise some layers to types of their own; these win over `with_isq`. Default: none."""
         return self._configure("with_topology", topology=topology)
 
     def with_topology_from_path(self, path: PathLike) -> Self:
@@ -231,7 +255,7 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
         return self.with_topology(Topology.from_path(path))
 
     def with_imatrix(self, path: PathLike) -> Self:
-        """Weigh the errors of quantising to q2k to q6k by this importance matrix.
+        """Weigh the errors of quantising to q2k to q6k by this importance matrix. Default: none.
 
         Say first what is quantised. The file is read by `build()`.
         """
@@ -242,16 +266,16 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
     def with_chat_template(self, template: PathLike) -> Self:
         """Use this chat template: Jinja text, or the path of a .jinja or .json file.
 
-        It replaces the model's own. `with_jinja_explicit` wins over it, as in mistral.rs.
+        It replaces the model's own, the default; `with_jinja_explicit` wins, as in mistral.rs.
         """
         return self._locate("with_chat_template", chat_template=template)
 
     def with_jinja_explicit(self, path: PathLike) -> Self:
-        """Use the chat template in this Jinja file, whatever else says."""
+        """Use the chat template in this Jinja file, whatever else says. Default: none."""
         return self._locate("with_jinja_explicit", jinja_explicit=path)
 
     def with_tokenizer_json(self, path: PathLike) -> Self:
-        """Use this tokenizer.json instead of the model's tokenizer."""
+        """Use this tokenizer.json instead of the model's tokenizer, the default."""
         return self._locate("with_tokenizer_json", tokenizer_json=path)
 
     def with_token_source(self, source: TokenSource | str) -> Self:

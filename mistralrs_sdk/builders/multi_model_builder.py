@@ -58,7 +58,7 @@ class MultiModelBuilder:
         return attrs.evolve(self, models=(*self.models, (alias, builder)))
 
     def with_default_model(self, model_id: str) -> Self:
-        """Let requests that name no model go to this one, by its id or what it is loaded from."""
+        """Let requests that name no model go to this one, by id or source. Default: the first."""
         sources = [builder.source.model_id for _, builder in self.models]
         if model_id not in (*dict(self.models), *sources):
             shown = ", ".join(repr(id) for id, _ in self.models) or "none yet"

@@ -17,6 +17,9 @@ class PagedAttentionMetaBuilder:
     Without `with_gpu_memory` the pool is sized automatically. mistral.rs takes ContextSize(4096)
     there: 4096 tokens for all sequences together, so that a few concurrent requests preempt each
     other all the time. Ask for it if you want it.
+
+    Raises:
+        ConfigError: from each method, at once: a value is out of range.
     """
 
     config: PagedAttentionConfig = attrs.field(factory=PagedAttentionConfig)

@@ -21,7 +21,6 @@ _OWN_FILES = (
     "a GGUF file brings its tokenizer; with_tokenizer_json and with_chat_template replace it"
 )
 _NO_SEARCH = "nothing here searches the web; offer your own search with with_tool_callback"
-_NO_CODE = "code and commands of a model are not run here; offer a sandbox with with_tool_callback"
 _TEXT_ONLY = "models here read text only; leave it out"
 _FOUND_OUT = "the model's own files say what it is; leave it out"
 _ONE_DEVICE = "all layers run on one device; with_device chooses it"
@@ -43,8 +42,6 @@ class RefusedSettings:
     with_tok_model_id = unsupported_method("with_tok_model_id", _OWN_FILES)
     with_search = unsupported_method("with_search", _NO_SEARCH)
     with_search_callback = unsupported_method("with_search_callback", _NO_SEARCH)
-    with_code_execution = unsupported_method("with_code_execution", _NO_CODE)
-    with_shell_execution = unsupported_method("with_shell_execution", _NO_CODE)
     with_max_edge = unsupported_method("with_max_edge", _TEXT_ONLY)
     with_mmproj_files = unsupported_method("with_mmproj_files", _TEXT_ONLY)
     with_loader_type = unsupported_method("with_loader_type", _FOUND_OUT)

@@ -16,6 +16,9 @@ class TextModelBuilder(ModelBuilder):
     """`ModelBuilder` under the name it has in mistral.rs for text models alone: it does the same.
 
     `TextModelBuilder("Qwen/Qwen3-4B")`; what the model is, its own files say.
+
+    Raises:
+        ConfigError, UnsupportedError: from each method, as `ModelBuilder`.
     """
 
 
@@ -24,6 +27,10 @@ class GgufModelBuilder(ModelBuilder):
     """A `ModelBuilder` for named GGUF files of a folder or hub repository.
 
     `GgufModelBuilder("folder", ["model.Q4_K_M.gguf"])`; of a split model the first file is enough.
+
+    Raises:
+        ConfigError, UnsupportedError: from each method, as `ModelBuilder`; also if no file is
+            named, or one that does not end in .gguf.
     """
 
     def __init__(self, model_id: PathLike, files: Iterable[PathLike]) -> None:

@@ -8,9 +8,10 @@ import string
 
 import attrs
 
+from mistralrs_sdk.chat.call_drafts import CallDraft, CallDrafts
 from mistralrs_sdk.chat.incoming_text import IncomingText, Waiting
 from mistralrs_sdk.chat.tool_formats import Schemas, ToolFormat, parameter_schemas
-from mistralrs_sdk.chat.tools import CalledFunction, Tool, ToolCallResponse
+from mistralrs_sdk.chat.tools import CalledFunction, Tool, ToolCallResponse, joined_calls
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -25,32 +26,44 @@ class ReasoningTags:
 
 @attrs.frozen(kw_only=True)
 class AnswerDelta:
-    """What a piece of text added to an answer. None of it is taken back later."""
+    """What a piece of text added to an answer.
+
+    None of it is taken back later, except calls that had begun and turn out to be none.
+    """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallResponse, ...] = ()
-    """Whole calls: one that does not parse must be able to become content."""
+    """Calls, or pieces of them; `joined_calls` joins those of all deltas."""
+    withdrawn: tuple[int, ...] = ()
+    """Indices of calls that had begun in earlier deltas and are none: their text is content."""
     unparsed: bool = False
     """Whether the content holds what began like a call and is none."""
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls or self.unparsed)
+        said = self.content or self.reasoning or self.tool_calls
+        return bool(said or self.withdrawn or self.unparsed)
 
     def __add__(self, later: AnswerDelta) -> AnswerDelta:
         return AnswerDelta(
             content=self.content + later.content,
             reasoning=self.reasoning + later.reasoning,
-            tool_calls=self.tool_calls + later.tool_calls,
+            tool_calls=joined_calls((*self.tool_calls, *later.tool_calls), later.withdrawn),
+            withdrawn=self.withdrawn + self._not_begun_here(later.withdrawn),
             unparsed=self.unparsed or later.unparsed,
         )
+
+    def _not_begun_here(self, withdrawn: tuple[int, ...]) -> tuple[int, ...]:
+        begun = {call.index for call in self.tool_calls if not call.continues}
+        return tuple(index for index in withdrawn if index not in begun)
 
 
 class AnswerParser:
     """The only parser of answers: fed all at once or in any pieces, it finds the same.
 
     Whitespace beside calls and around reasoning belongs to the markup. Calls that are cut off or
-    malformed are content, word for word. A reasoning block that is never closed stays reasoning.
+    malformed are content, word for word; where their arguments are JSON, which is given as it
+    comes, they are withdrawn then. A reasoning block that is never closed stays reasoning.
     """
 
     def __init__(
@@ -73,7 +86,12 @@ class AnswerParser:
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[ToolCallResponse] = []
-        self._num_calls = 0
+        self._places: dict[CallDraft, ToolCallResponse] = {}
+        """The calls that have begun and may turn out to be none."""
+        self._withdrawn: list[int] = []
+        self._num_begun = 0
+        self.has_calls = False
+        """Whether it found any."""
         self._unparsed = False
         self._reading = self._read(opened)
         next(self._reading)
@@ -96,10 +114,11 @@ class AnswerParser:
         delta = AnswerDelta(
             content="".join(self._content),
             reasoning="".join(self._thoughts),
-            tool_calls=tuple(self._calls),
+            tool_calls=joined_calls(self._calls),
+            withdrawn=tuple(self._withdrawn),
             unparsed=self._unparsed,
         )
-        for part in (self._content, self._thoughts, self._calls):
+        for part in (self._content, self._thoughts, self._calls, self._withdrawn):
             part.clear()
         self._unparsed = False
         return delta
@@ -122,9 +141,10 @@ class AnswerParser:
                 continue
             assert self._format is not None
             behind = text.pos
-            calls = yield from self._format.read(text, marker, self._schemas)
+            drafts = CallDrafts(self._grow)
+            calls = yield from self._format.read(text, marker, self._schemas, drafts)
+            self._settle(drafts, calls or [])
             if calls is not None:
-                self._add(calls)
                 yield from text.space()
                 continue
             self._unparsed = self._unparsed or marker not in self._format.soft
@@ -149,12 +169,13 @@ class AnswerParser:
         brace = text.pos
         calls = None
         if text.text.startswith("{", brace):
-            calls = yield from self._format.read(text, "", self._schemas)
+            drafts = CallDrafts(self._grow)
+            calls = yield from self._format.read(text, "", self._schemas, drafts)
+            self._settle(drafts, calls or [])
         if calls is not None:
-            self._add(calls)
             yield from text.space()
             return
-        self._unparsed = _CALL_LIKE.match(text.text, brace) is not None
+        self._unparsed = self._unparsed or _CALL_LIKE.match(text.text, brace) is not None
         text.pos = start
 
     def _copy(self, target: list[str], markers: tuple[str, ...]) -> Waiting[str | None]:
@@ -182,12 +203,39 @@ class AnswerParser:
             text.forget()
             yield
 
-    def _add(self, calls: list[CalledFunction]) -> None:
+    def _grow(self, draft: CallDraft, piece: str) -> None:
+        """Give a piece of a call, with its name if it is the first."""
+        place = self._places.get(draft)
+        first = place is None
+        if place is None:
+            place = self._places[draft] = self._begin(CalledFunction(draft.name, ""))
+        function = CalledFunction(draft.name, piece)
+        self._calls.append(attrs.evolve(place, function=function, continues=not first))
+
+    def _begin(self, function: CalledFunction) -> ToolCallResponse:
+        call = ToolCallResponse(index=self._num_begun, id=self._new_id(), function=function)
+        self._num_begun += 1
+        return call
+
+    def _settle(self, drafts: CallDrafts, calls: list[CalledFunction]) -> None:
+        """Give what was not given of a block's calls, and withdraw what is none of them."""
+        self.has_calls = self.has_calls or bool(calls)
+        # more calls began than there are: the text of the others is content
+        self._unparsed = self._unparsed or len(drafts.begun) > len(calls)
+        left = list(drafts.begun)
         for call in calls:
-            self._calls.append(
-                ToolCallResponse(index=self._num_calls, id=self._new_id(), function=call)
-            )
-            self._num_calls += 1
+            draft = next((draft for draft in left if draft.says(call)), None)
+            if draft is None:
+                self._calls.append(self._begin(call))
+            else:
+                left.remove(draft)
+        for draft in left:
+            index = self._places[draft].index
+            here = [call for call in self._calls if call.index == index]
+            self._calls = [call for call in self._calls if call.index != index]
+            if not here or here[0].continues:  # it had begun in an earlier delta
+                self._withdrawn.append(index)
+        self._places.clear()
 
     def _new_id(self) -> str:
         if self._format is not None and self._format.short_ids:

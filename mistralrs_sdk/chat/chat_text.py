@@ -11,6 +11,7 @@ from mistralrs_sdk.chat.answer_format import AnswerFormat, find_answer_format
 from mistralrs_sdk.chat.answer_parser import AnswerParser
 from mistralrs_sdk.chat.requests import RequestBuilder
 from mistralrs_sdk.chat.template import PromptEncoder
+from mistralrs_sdk.chat.template_parser import TemplateParser
 from mistralrs_sdk.chat.tool_grammar import tool_grammar
 from mistralrs_sdk.chat.tools import Tool
 from mistralrs_sdk.constraints.constraint import Constraint
@@ -27,12 +28,14 @@ class ChatPrompt:
     """The request's own, or one that holds the answer to calls."""
     answers: AnswerFormat
     tools: tuple[Tool, ...]
+    held: bool
+    """Whether the constraint holds the answer to calls, as the family writes them."""
     keep: frozenset[int]
     """Special tokens whose text the parser needs to see."""
 
-    def new_parser(self) -> AnswerParser | None:
+    def new_parser(self) -> AnswerParser | TemplateParser | None:
         """A parser for one answer; None if all of its text is content."""
-        return self.answers.parser(self.text, self.tools)
+        return self.answers.parser(self.text, self.tools, held=self.held)
 
 
 class ChatText:
@@ -79,13 +82,16 @@ class ChatText:
         """
         tools = offered_tools(asked)
         text, ids = self.render(asked)
+        constraint = self._constraint(asked, tools, text)
+        held = constraint is not asked.constraint
         return ChatPrompt(
             text=text,
             ids=ids,
-            constraint=self._constraint(asked, tools, text),
+            constraint=constraint,
             answers=self.answers,
             tools=tools,
-            keep=self._special(self.answers.tokens(tools=bool(tools))),
+            held=held,
+            keep=self._special(self.answers.tokens(tools=bool(tools), held=held)),
         )
 
     def holds_control_text(self, asked: RequestBuilder) -> bool:

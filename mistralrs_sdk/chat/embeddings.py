@@ -65,7 +65,11 @@ class EmbeddingRequest:
 
 @attrs.frozen
 class EmbeddingRequestBuilder:
-    """Collects what to embed. Every method returns a new value; `build` checks it."""
+    """Collects what to embed. Every method returns a new value; `build` checks it.
+
+    Raises:
+        RequestError: from each method, at once: a value is of the wrong type.
+    """
 
     inputs: tuple[str | TokenIds, ...] = ()
     truncate_sequence: bool = False
@@ -159,13 +163,13 @@ class EmbeddingResponse:
 
     model: str
     vectors: tuple[array[float], ...]
-    """float32; `numpy.asarray` and `torch.frombuffer` read them without a copy."""
+    """Each [dimensions], float32; numpy.asarray and torch.frombuffer read them without a copy."""
     prompt_tokens: int
     """Tokens of all inputs, special ones included."""
 
     @property
     def embeddings(self) -> list[list[float]]:
-        """The vectors as lists."""
+        """The vectors as lists, [inputs][dimensions]."""
         return [vector.tolist() for vector in self.vectors]
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -16,6 +16,14 @@ _OUTSIDE = re.compile(r'[{}\[\]"]')
 _INSIDE = re.compile(r'["\\]')
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.-]*")
+
+
+class Watch(Protocol):
+    """What looks at a text while it is read."""
+
+    def see(self, text: str) -> None:
+        """Look at what comes next."""
+        ...
 
 
 class IncomingText:
@@ -81,12 +89,13 @@ class IncomingText:
                 return found or None
             yield
 
-    def json(self) -> Waiting[Any]:
+    def json(self, watch: Watch | None = None) -> Waiting[Any]:
         """Move past a JSON object or list and return its value; None if there is none.
 
-        Line feeds inside strings are taken as they are, as models write them.
+        Line feeds inside strings are taken as they are, as models write them. A `watch` sees the
+        text as it comes, whatever it turns out to be.
         """
-        start = self.pos
+        start = seen = self.pos
         if (yield from self.literal("{", "[")) is None:
             return None
         depth, quoted = 1, False
@@ -94,10 +103,13 @@ class IncomingText:
         while depth:
             step = (_INSIDE if quoted else _OUTSIDE).search(self.text, end)
             if step is None or (step[0] == "\\" and step.end() == len(self.text)):
+                end = len(self.text) if step is None else step.start()
+                if watch is not None:
+                    watch.see(self.text[seen:end])
+                    seen = end
                 if self.closed:
                     self.pos = start
                     return None
-                end = len(self.text) if step is None else step.start()
                 yield
                 continue
             end = step.end() + (step[0] == "\\")
@@ -105,6 +117,8 @@ class IncomingText:
                 quoted = not quoted
             elif step[0] != "\\":
                 depth += 1 if step[0] in "{[" else -1
+        if watch is not None:
+            watch.see(self.text[seen:end])
         value = parse_json(self.text[start:end])
         self.pos = start if value is None else end
         return value

@@ -51,6 +51,10 @@ class TextMessages:
     """Text turns, answered greedily. Every method returns a new value and leaves this one alone.
 
     `TextMessages().add_message(TextMessageRole.USER, "Hi")`
+
+    Raises:
+        RequestError: from each method, at once: a value is of the wrong type, or thinking and
+            reasoning effort contradict each other.
     """
 
     messages: tuple[Message, ...] = attrs.field(default=(), hash=False)

@@ -45,6 +45,10 @@ _SETTERS: Mapping[str, Callable[[RequestBuilder, Any], RequestBuilder]] = {
     "max_tool_rounds": RequestBuilder.with_max_tool_rounds,
     "tool_dispatch_url": RequestBuilder.with_tool_dispatch_url,
     "agent_permission": RequestBuilder.with_agent_permission,
+    "agent_approval_callback": RequestBuilder.with_agent_approval_callback,
+    "enable_code_execution": RequestBuilder.with_code_execution,
+    "code_execution_permission": RequestBuilder.with_code_execution_permission,
+    "enable_shell": RequestBuilder.with_shell_execution,
     "priority": RequestBuilder.with_priority,
     "deadline": RequestBuilder.with_deadline,
     "cache_salt": RequestBuilder.with_cache_salt,
@@ -84,15 +88,12 @@ _BOOKKEEPING = (
 
 _REFUSED = {
     "audio": "models here read and write text only",
-    "code_execution_permission": "code of a model is not run here",
-    "enable_code_execution": "code of a model is not run here",
-    "enable_shell": "commands of a model are not run here",
     "files": "tools here produce no files",
     "function_call": 'write "tool_choice"',
     "functions": 'write "tools"',
     "input_files": "put their text into a message",
     "prediction": "nothing is speculated",
-    "shell_skills": "commands of a model are not run here",
+    "shell_skills": "a request's text may name no folders; RequestBuilder.with_shell_skill does",
     "web_search_options": "nothing here searches the web; offer your own search as a tool",
 }
 

@@ -6,8 +6,6 @@ from mistralrs_sdk.unsupported import unsupported_method
 
 _TEXT_ONLY = "models here read text only; add_message takes it"
 _NO_SEARCH = "nothing here searches the web; offer your own search with with_tool_callback"
-_NO_CODE = "code of a model is not run here; offer your own sandbox with with_tool_callback"
-_NO_SHELL = "commands of a model are not run here; offer your own sandbox with with_tool_callback"
 _NO_FILES = "tools here produce no files; let a tool callback keep what it makes"
 _NO_INPUT = "files are not given to the model; put their text into a message"
 
@@ -24,16 +22,11 @@ class RefusedMedia:
 
 
 class RefusedSettings(RefusedMedia):
-    """Built-in tools and files: `UnsupportedError`, whatever they are given."""
+    """Search and files: `UnsupportedError`, whatever they are given."""
 
     __slots__ = ()
 
     with_web_search_options = unsupported_method("with_web_search_options", _NO_SEARCH)
-    with_code_execution = unsupported_method("with_code_execution", _NO_CODE)
-    with_code_execution_permission = unsupported_method("with_code_execution_permission", _NO_CODE)
-    with_shell_execution = unsupported_method("with_shell_execution", _NO_SHELL)
-    with_shell_options = unsupported_method("with_shell_options", _NO_SHELL)
-    with_shell_skill = unsupported_method("with_shell_skill", _NO_SHELL)
     require_file = unsupported_method("require_file", _NO_FILES)
     require_file_described = unsupported_method("require_file_described", _NO_FILES)
     with_files = unsupported_method("with_files", _NO_FILES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from mistralrs_sdk.chat.execution_options import ExecutionMethods, ExecutionOptions
 from mistralrs_sdk.chat.messages import (
     Content,
     Message,
@@ -41,11 +42,14 @@ _ACCEPTED = (
 
 
 @attrs.frozen
-class RequestBuilder(RefusedSettings):
+class RequestBuilder(ExecutionMethods, RefusedSettings):
     """Turns with every setting of a request. Every method returns a new value.
 
     Without a sampler choice the answer is greedy. The first of temperature, top-k, top-p and min-p
     that is set switches to sampling; what stays unset then comes from the model's own defaults.
+
+    Raises:
+        RequestError: from each method, at once: a value is out of range or of the wrong type.
     """
 
     messages: tuple[Message, ...] = attrs.field(default=(), hash=False)
@@ -86,6 +90,10 @@ class RequestBuilder(RefusedSettings):
     """Whether calls are executed at once, after asking, or not at all."""
     agent_approval_callback: ApprovalCallback | None = None
     """Who is asked."""
+    execution: ExecutionOptions = attrs.field(factory=ExecutionOptions)
+    """What of the model's code and commands is run here."""
+    left_to_caller: frozenset[str] = frozenset()
+    """Names of tools whose calls end the answer, whatever would execute them here."""
 
     def __attrs_post_init__(self) -> None:
         require_one_wish(self.thinking, self.reasoning_effort)
@@ -140,7 +148,7 @@ class RequestBuilder(RefusedSettings):
         return attrs.evolve(self, reasoning_effort=reasoning_effort(effort))
 
     def set_tools(self, tools: Iterable[Tool | Mapping[str, Any]]) -> RequestBuilder:
-        """Offer these tools (`Tool`, or OpenAI's dict) instead of those offered before.
+        """Offer these tools (`Tool`, or OpenAI's dict) instead of those before. Default: none.
 
         Raises:
             RequestError: one is malformed, or two have the same name.
@@ -158,19 +166,19 @@ class RequestBuilder(RefusedSettings):
         return attrs.evolve(self, tool_choice=choice)
 
     def with_max_tool_rounds(self, rounds: int) -> RequestBuilder:
-        """Execute calls here, for at most this many rounds; 0 executes none."""
+        """Execute calls here, for at most this many rounds. Default 256; 0 executes none."""
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
             raise RequestError(f"max_tool_rounds ({rounds!r}) must be a whole number, 0 or more")
         return attrs.evolve(self, max_tool_rounds=rounds)
 
     def with_session_id(self, session_id: str | None) -> RequestBuilder:
-        """Go on with this session's turns, and leave these and the answer in it."""
+        """Go on with this session's turns, and leave these and the answer in it. Default: none."""
         if session_id is not None and (not isinstance(session_id, str) or not session_id):
             raise RequestError(f"session_id ({session_id!r}) must be a non-empty str, or None")
         return attrs.evolve(self, session_id=session_id)
 
     def with_tool_dispatch_url(self, url: str | None) -> RequestBuilder:
-        """Send calls of tools that nothing here executes to this http(s) URL.
+        """Send calls of tools that nothing here executes to this URL. Default: they end the answer.
 
         It gets a POST of `{"name": ..., "arguments": {...}}` and answers with the text, a JSON
         string or `{"content": ...}`.
@@ -188,7 +196,7 @@ class RequestBuilder(RefusedSettings):
         return attrs.evolve(self, agent_permission=require_permission(permission))
 
     def with_agent_approval_callback(self, callback: ApprovalCallback) -> RequestBuilder:
-        """Ask this function before each call that is executed here, one call after the other.
+        """Ask this function before each call that is executed here, one by one. Default: nobody.
 
         It gets an `AgentToolApproval` and returns an `AgentToolApprovalDecision` or a bool. A plain
         function runs on a worker thread. If it raises, the call is denied.
@@ -244,14 +252,14 @@ class RequestBuilder(RefusedSettings):
         return attrs.evolve(self, priority=priority)
 
     def with_deadline(self, seconds: float) -> RequestBuilder:
-        """Fail with `InferenceError` (and what there is) if it has not ended after `seconds`."""
+        """Fail with `DeadlineError` (and what there is) after these seconds. Default: never."""
         valid = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if not valid or not 0 < seconds < math.inf:
             raise RequestError(f"deadline ({seconds!r}) must be a number of seconds above 0")
         return attrs.evolve(self, deadline=float(seconds))
 
     def with_cache_salt(self, salt: str | None) -> RequestBuilder:
-        """Share cached prefixes only with requests of the same salt, one per tenant for example."""
+        """Share cached prefixes only with requests of this salt (of a tenant). Default: none."""
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise RequestError(f"cache_salt ({salt!r}) must be a non-empty str, or None")
         return attrs.evolve(self, cache_salt=salt)
@@ -271,7 +279,7 @@ class RequestBuilder(RefusedSettings):
         return attrs.evolve(self, sampling=greedy, samples=False)
 
     def set_sampler_temperature(self, temperature: float) -> RequestBuilder:
-        """Sample at this temperature; 0 takes the most likely token."""
+        """Sample at this temperature; 0 takes the most likely token. Default: greedy."""
         return self._sampled(temperature=temperature)
 
     def set_sampler_topk(self, top_k: int) -> RequestBuilder:
@@ -287,15 +295,15 @@ class RequestBuilder(RefusedSettings):
         return self._sampled(min_p=min_p)
 
     def set_sampler_topn_logprobs(self, top_n_logprobs: int) -> RequestBuilder:
-        """Report this many alternatives per token, 0 to 20."""
+        """Report this many alternatives per token, 0 (the default) to 20."""
         return self._with(top_n_logprobs=top_n_logprobs)
 
     def set_sampler_frequency_penalty(self, frequency_penalty: float) -> RequestBuilder:
-        """Lower a generated token's logit by this for each time it occurred."""
+        """Lower a generated token's logit by this for each time it occurred; 0 is off."""
         return self._with(frequency_penalty=frequency_penalty)
 
     def set_sampler_presence_penalty(self, presence_penalty: float) -> RequestBuilder:
-        """Lower a generated token's logit by this once it occurred."""
+        """Lower a generated token's logit by this once it occurred; 0 is off."""
         return self._with(presence_penalty=presence_penalty)
 
     def set_sampler_repetition_penalty(self, repetition_penalty: float) -> RequestBuilder:
@@ -303,34 +311,34 @@ class RequestBuilder(RefusedSettings):
         return self._with(repetition_penalty=repetition_penalty)
 
     def set_sampler_stop_toks(self, stop_toks: StopTokens) -> RequestBuilder:
-        """End the answer at these strings or ids, besides the model's own end tokens."""
+        """End at these strings or ids, and at the model's own end tokens. Default: only there."""
         _require_type("stop_toks", stop_toks, StopTokens)
         return self._with(stop_toks=stop_toks)
 
     def set_sampler_max_len(self, max_len: int) -> RequestBuilder:
-        """Generate at most this many tokens."""
+        """Generate at most this many tokens. Default: until its end, or that of the context."""
         return self._with(max_len=max_len)
 
     def set_sampler_ignore_eos(self, ignore_eos: bool) -> RequestBuilder:
-        """Go on past the model's end tokens; explicit stops and the length still end the answer."""
+        """Go on past the model's end tokens, up to a stop or the length. Default: end at them."""
         return self._with(ignore_eos=flag("ignore_eos", ignore_eos))
 
     def set_sampler_logits_bias(self, logits_bias: Mapping[int, float]) -> RequestBuilder:
-        """Add these numbers to the logits of these token ids."""
+        """Add these numbers to the logits of these token ids. Default: none."""
         _require_type("logits_bias", logits_bias, Mapping)
         return self._with(logits_bias=dict(logits_bias))
 
     def set_sampler_n_choices(self, n_choices: int) -> RequestBuilder:
-        """Answer this many times."""
+        """Answer this many times. Default 1."""
         return self._with(n_choices=n_choices)
 
     def set_sampler_dry_params(self, dry_params: DrySamplingParams) -> RequestBuilder:
-        """Penalise tokens that would continue a repetition."""
+        """Penalise tokens that would continue a repetition. Default: off."""
         _require_type("dry_params", dry_params, DrySamplingParams)
         return self._with(dry_params=dry_params)
 
     def set_sampler_seed(self, seed: int) -> RequestBuilder:
-        """Fix the draws of this request, whatever runs beside it."""
+        """Fix the draws of this request, whatever runs beside it. Default: a fresh seed."""
         return self._with(seed=seed)
 
     def return_logprobs(self, enable: bool) -> RequestBuilder:

@@ -14,7 +14,7 @@ from mistralrs_sdk.engine.request import LOWEST_LOGPROB
 
 @attrs.frozen(kw_only=True)
 class Usage:
-    """Tokens and seconds one request took; `measure` derives the rates."""
+    """Tokens, seconds and tokens per second of one request; `measure` derives the rates."""
 
     completion_tokens: int
     prompt_tokens: int
@@ -64,7 +64,7 @@ class Usage:
 
 @attrs.frozen(kw_only=True)
 class TopLogprob:
-    """One alternative at a position."""
+    """One alternative at a position, with its natural log probability."""
 
     token: str
     token_id: int
@@ -104,7 +104,7 @@ class ResponseLogprob:
 
 @attrs.frozen(kw_only=True)
 class Logprobs:
-    """Log probabilities of a choice, one entry per token."""
+    """Natural log probabilities of a choice, one entry per token."""
 
     content: tuple[ResponseLogprob, ...] | None = attrs.field(
         default=None, converter=attrs.converters.optional(tuple)
@@ -198,6 +198,7 @@ class Delta:
     role: str | None = "assistant"
     """In the first chunk of a choice; None in later ones."""
     tool_calls: tuple[ToolCallResponse, ...] | None = None
+    """Calls, or pieces of them: those of one index join their arguments."""
     reasoning_content: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -218,6 +219,8 @@ class ChunkChoice:
     stop_reason: str | int | None = None
     unparsed_tool_call: bool = False
     """Whether the chunk's content begins what looked like a tool call and is none."""
+    withdrawn_tool_calls: tuple[int, ...] = ()
+    """Indices of calls that began in earlier chunks and are none: drop what came of them."""
 
     def to_dict(self) -> dict[str, Any]:
         """OpenAI's chunk choice; `finish_reason` is null until the end."""
@@ -227,7 +230,9 @@ class ChunkChoice:
             "logprobs": None if self.logprobs is None else self.logprobs.to_dict(),
             "finish_reason": self.finish_reason,
             **_given(
-                stop_reason=self.stop_reason, unparsed_tool_call=self.unparsed_tool_call or None
+                stop_reason=self.stop_reason,
+                unparsed_tool_call=self.unparsed_tool_call or None,
+                withdrawn_tool_calls=list(self.withdrawn_tool_calls) or None,
             ),
         }
 

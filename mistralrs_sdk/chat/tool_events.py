@@ -10,8 +10,10 @@ import attrs
 
 from mistralrs_sdk.errors import RequestError
 
-ToolSource = Literal["user", "mcp", "external"]
-"""Who executes a tool: a function of the user, an MCP server, or the dispatch URL."""
+ToolSource = Literal["built_in", "user", "mcp", "external"]
+"""Who executes a tool: this package, a function of the user, an MCP server, or the dispatch URL."""
+ToolKind = Literal["code_execution", "shell", "custom", "external"]
+"""What a tool does: run code or commands, what its function or server does, or who knows what."""
 
 
 class AgentPermission(enum.StrEnum):
@@ -30,6 +32,8 @@ class ToolCallContext:
     """Where a call comes from; the second argument of a tool callback."""
 
     session_id: str | None = None
+    request_id: str | None = None
+    """The id of the response; None in the runs of an agent."""
     round: int
     """Counts from 0: the rounds of calls before this one in the same request."""
     tool_name: str
@@ -40,8 +44,8 @@ class AgentToolMetadata:
     """The tool of an approval."""
 
     source: ToolSource
-    kind: str
-    """custom for functions and MCP tools, external for the dispatch URL, as in mistral.rs."""
+    kind: ToolKind
+    """custom is for functions and MCP tools, external for the dispatch URL, as in mistral.rs."""
     label: str
     """The tool's name."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from mistralrs_sdk.chat.call_drafts import CallDrafts
 from mistralrs_sdk.chat.incoming_text import IncomingText, Waiting, dump_json, parse_json
 from mistralrs_sdk.chat.tools import CalledFunction, Tool
 
@@ -22,13 +23,14 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class ToolFormat:
     """How one family writes calls.
 
-    `read(text, marker, schemas)` begins right after the marker and ends right after the block.
+    `read(text, marker, schemas, drafts)` begins right after the marker and ends right after the
+    block; what it lets `drafts` see is given before the block ends.
     """
 
     name: str
     markers: tuple[str, ...]
     """What a block of calls begins with; none begins with, or ends as, another begins."""
-    read: Callable[[IncomingText, str, Schemas], Waiting[Calls]]
+    read: Callable[[IncomingText, str, Schemas, CallDrafts], Waiting[Calls]]
     tokens: tuple[str, ...] = ()
     """What else of the format may be special tokens, whose text must not be left out."""
     soft: frozenset[str] = frozenset()
@@ -95,12 +97,14 @@ def _python_call(node: ast.expr) -> CalledFunction | None:
         return None
 
 
-def _tool_call_tag(text: IncomingText, marker: str, schemas: Schemas) -> Waiting[Calls]:
+def _tool_call_tag(
+    text: IncomingText, marker: str, schemas: Schemas, drafts: CallDrafts
+) -> Waiting[Calls]:
     """`<tool_call>` around JSON (Qwen, Hermes) or around function tags (Qwen3-Coder, Qwen3.5)."""
     if marker == "<tool_call>":
         yield from text.space()
         if (yield from text.literal("<function=")) is None:
-            call = call_from((yield from text.json()))
+            call = call_from((yield from text.json(drafts.call())))
             yield from text.space()
             closed = yield from text.literal("</tool_call>")
             return None if call is None or closed is None else [call]
@@ -145,6 +149,17 @@ def typed(value: str, schema: Any) -> Any:
     return value if "string" in kinds and _kind(read) not in kinds else read
 
 
+def typed_argument(value: str, schema: Any, *, unquoted: bool) -> Any:
+    """What a text means as an argument; a quoted one is taken for something else only if it must.
+
+    `unquoted` says that the notation writes everything without quotes.
+    """
+    kinds, _ = _kinds(schema)
+    if unquoted or (kinds and "string" not in kinds):
+        return typed(value, schema)
+    return value
+
+
 def _kinds(schema: Any) -> tuple[set[str], list[Any]]:
     """The types a schema allows by name, empty if it names none, and the values it lists."""
     if not isinstance(schema, Mapping):
@@ -163,11 +178,11 @@ def _kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "array")
 
 
-def _llama(text: IncomingText, marker: str, schemas: Schemas) -> Waiting[Calls]:
+def _llama(text: IncomingText, marker: str, schemas: Schemas, drafts: CallDrafts) -> Waiting[Calls]:
     """`<|python_tag|>`, or nothing, and JSON objects with `;` between; or a Python call."""
     del schemas
     yield from text.space()
-    calls = calls_from_list((yield from text.json()))
+    calls = calls_from_list((yield from text.json(drafts.call())))
     if calls is None:
         if marker:
             while not text.closed:  # such a call has no end mark
@@ -180,29 +195,33 @@ def _llama(text: IncomingText, marker: str, schemas: Schemas) -> Waiting[Calls]:
         yield from text.space()
         yield from text.literal(";")
         yield from text.space()
-        more = calls_from_list((yield from text.json()))
+        more = calls_from_list((yield from text.json(drafts.call())))
         if more is None:
             text.pos = end
             return calls
         calls += more
 
 
-def _mistral(text: IncomingText, marker: str, schemas: Schemas) -> Waiting[Calls]:
+def _mistral(
+    text: IncomingText, marker: str, schemas: Schemas, drafts: CallDrafts
+) -> Waiting[Calls]:
     """`[TOOL_CALLS]` and a JSON list, or a name, `[ARGS]` and a JSON object."""
     del marker, schemas
     yield from text.space()
     name = yield from text.name()
     if name is None:
-        return calls_from_list((yield from text.json()))
+        return calls_from_list((yield from text.json(drafts.call())))
     if (yield from text.literal("[CALL_ID]")) is not None:
         yield from text.name()
     yield from text.literal("[ARGS]")
     yield from text.space()
-    call = named_call(name, (yield from text.json()))
+    call = named_call(name, (yield from text.json(drafts.arguments(name))))
     return None if call is None else [call]
 
 
-def _deepseek(text: IncomingText, marker: str, schemas: Schemas) -> Waiting[Calls]:
+def _deepseek(
+    text: IncomingText, marker: str, schemas: Schemas, drafts: CallDrafts
+) -> Waiting[Calls]:
     """DeepSeek's block of calls: a type, a name and fenced JSON, or (V3.1) a name and JSON."""
     del marker, schemas
     calls: list[CalledFunction] = []
@@ -216,11 +235,11 @@ def _deepseek(text: IncomingText, marker: str, schemas: Schemas) -> Waiting[Call
         name = yield from text.until(_SEPARATOR)
         if name is None:
             return None
-        arguments = yield from text.json()
+        arguments = yield from text.json(drafts.arguments(name.strip()))
         if arguments is None:
             name = yield from text.until("```json")
             yield from text.space()
-            arguments = yield from text.json()
+            arguments = yield from text.json(drafts.arguments((name or "").strip()))
             yield from text.space()
             if (yield from text.literal("```")) is None:
                 return None
@@ -231,9 +250,11 @@ def _deepseek(text: IncomingText, marker: str, schemas: Schemas) -> Waiting[Call
         calls.append(call)
 
 
-def _fenced(text: IncomingText, marker: str, schemas: Schemas) -> Waiting[Calls]:
+def _fenced(
+    text: IncomingText, marker: str, schemas: Schemas, drafts: CallDrafts
+) -> Waiting[Calls]:
     """A fenced block that holds a call as JSON, or (tool_code) as Python."""
-    del schemas
+    del schemas, drafts
     body = yield from text.until("\n```")
     if body is None:
         return None

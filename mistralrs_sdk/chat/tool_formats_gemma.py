@@ -6,6 +6,7 @@ import functools
 import re
 from typing import Any
 
+from mistralrs_sdk.chat.call_drafts import CallDrafts
 from mistralrs_sdk.chat.incoming_text import IncomingText, Waiting, parse_json
 from mistralrs_sdk.chat.tool_formats import Calls, Schemas, ToolFormat, named_call
 
@@ -21,9 +22,15 @@ def gemma_format(name: str, *, opens: str, closes: str, quote: str) -> ToolForma
 
 
 def _read(
-    text: IncomingText, marker: str, schemas: Schemas, *, closes: str, quote: str
+    text: IncomingText,
+    marker: str,
+    schemas: Schemas,
+    drafts: CallDrafts,
+    *,
+    closes: str,
+    quote: str,
 ) -> Waiting[Calls]:
-    del marker, schemas
+    del marker, schemas, drafts
     if (yield from text.literal("call:")) is None:
         return None
     name = yield from text.name()

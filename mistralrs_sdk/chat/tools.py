@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -178,6 +178,8 @@ class ToolCallResponse:
     """Unique; the tool's message names it as `tool_call_id`."""
     function: CalledFunction
     type: Literal["function"] = "function"
+    continues: bool = False
+    """In a stream: `arguments` go on with those of earlier chunks, whose call this is."""
 
     @classmethod
     def from_dict(cls, data: Any, *, index: int = 0) -> ToolCallResponse:
@@ -198,10 +200,29 @@ class ToolCallResponse:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """OpenAI's entry of `tool_calls`, the index beside it as in a delta."""
+        """OpenAI's entry of `tool_calls`, the index beside it as in a delta.
+
+        A piece that continues a call is only that, as clients join all texts of one index.
+        """
+        if self.continues:
+            return {"index": self.index, "function": {"arguments": self.function.arguments}}
         return {
             "index": self.index,
             "id": self.id,
             "type": self.type,
             "function": {"name": self.function.name, "arguments": self.function.arguments},
         }
+
+
+def joined_calls(
+    pieces: Iterable[ToolCallResponse], withdrawn: Container[int] = ()
+) -> tuple[ToolCallResponse, ...]:
+    """The calls that the pieces of one or more chunks make, without those that were withdrawn."""
+    calls: dict[int, tuple[ToolCallResponse, list[str]]] = {}
+    for piece in pieces:
+        calls.setdefault(piece.index, (piece, []))[1].append(piece.function.arguments)
+    return tuple(
+        attrs.evolve(first, function=attrs.evolve(first.function, arguments="".join(arguments)))
+        for index, (first, arguments) in calls.items()
+        if index not in withdrawn
+    )

@@ -50,7 +50,8 @@ def _walk(
     words: list[str] = []
     below: list[tuple[str, argparse.ArgumentParser]] = []
     for action in parser._actions:  # argparse has no public way to list what a parser takes
-        words += action.option_strings
+        if action.help != argparse.SUPPRESS:
+            words += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             below += action.choices.items()
     yield path, [*(name for name, _ in below), *words]

@@ -27,6 +27,11 @@ _POOL: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 """The flags that shape the pool of KV blocks: the method of its builder, and what it takes."""
 
+_GPU_SWITCHES = {
+    "flashinfer": "attend with FlashInfer",
+    "cuda_graphs": "capture decode steps as CUDA graphs",
+}
+
 _LORA_LIMITS = {
     "max_adapters": "most adapters at once (16)",
     "max_rank": "highest rank (256)",
@@ -184,6 +189,21 @@ def _add_method_flags(group: argparse._ArgumentGroup) -> None:
         help="longest prompt plus completion, in tokens (what the model can do)",
     )
     add("--dtype", dest="with_dtype", metavar="TYPE", help="auto, bf16, f16 or f32 (auto)")
+    for name, what in _GPU_SWITCHES.items():
+        add(
+            f"--{name.replace('_', '-')}",
+            dest=f"with_{name}",
+            action=argparse.BooleanOptionalAction,
+            default=None,
+            help=f"{what} on an NVIDIA GPU, or fail with the reasons (where it can)",
+        )
+    add(
+        "--tensor-parallel",
+        dest="with_tensor_parallel",
+        type=int,
+        metavar="N",
+        help="processes with a device each that hold the model together (1)",
+    )
     add(
         "--num-threads",
         dest="with_num_threads",

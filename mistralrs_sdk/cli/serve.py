@@ -10,18 +10,23 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mistralrs_sdk import ConfigError
+from mistralrs_sdk.cli.agent_flags import add_agent_flags, agent_warning, with_agent_tools
+from mistralrs_sdk.cli.mcp_file import read_mcp_config
 from mistralrs_sdk.cli.model_flags import add_model_flags
 from mistralrs_sdk.cli.serve_models import MAX_SEQS, AnyBuilder, ConfigFile, builder_of
 
 if TYPE_CHECKING:
+    from mistralrs_sdk import McpClientConfig
     from mistralrs_sdk.server import ServerSettings
 
 API_KEY = "MISTRALRS_API_KEY"
 RUNTIME_LORA = "MISTRALRS_ALLOW_RUNTIME_LORA_UPDATING"
 KEEP_ALIVE = "KEEP_ALIVE_INTERVAL"
+MCP_CONFIG = "MCP_CONFIG_PATH"
 
 _OFF = ("", "0", "false", "no", "off")
 
@@ -54,6 +59,7 @@ def add_parser(commands: Any) -> None:
         help="TOML file whose keys are these flags, with a [[models]] table for each model",
     )
     _add_server_flags(parser.add_argument_group("server"))
+    add_agent_flags(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="no log and no progress bars")
     parser.set_defaults(command=serve, models=[])
 
@@ -69,15 +75,19 @@ def serve(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"serve needs {error.name}: pip install 'mistralrs_sdk[server]'"
         ) from error
+    from mistralrs_sdk.server.running import listening_on, run_server
+
     settings = settings_from(args, os.environ)
-    builder = builder_of(args)
-    with _listening_on(settings.host, settings.port) as place:
+    builder = with_agent_tools(builder_of(args, mcp=mcp_config_from(args, os.environ)), args)
+    with listening_on(settings.host, settings.port) as place:
         if settings.open_to_others:
             _say(
                 f"warning: host {settings.host} lets other machines in, and there is no API key: "
                 f"whoever reaches this port may use it; set --api-key or {API_KEY}"
             )
-        asyncio.run(_serve(builder, settings, place))
+        if warning := agent_warning(args, api_key=settings.api_key):
+            _say(f"{warning}; set --api-key or {API_KEY}")
+        run_server(_serve(builder, settings, place))
     return 0
 
 
@@ -104,10 +114,21 @@ def settings_from(args: argparse.Namespace, environ: Mapping[str, str]) -> Serve
         metrics=not args.disable_metrics,
         docs=not args.no_docs,
         web_page=not args.no_ui,
+        allow_diagnostics=args.allow_diagnostics,
         allow_runtime_adapters=args.allow_runtime_adapters or runtime_lora,
         max_tool_rounds=args.max_tool_rounds,
         tool_dispatch_url=args.tool_dispatch_url,
     )
+
+
+def mcp_config_from(args: argparse.Namespace, environ: Mapping[str, str]) -> McpClientConfig | None:
+    """The MCP servers of the file that the flag names, or a variable; None: there is no file.
+
+    Raises:
+        ConfigError: it cannot be read, or something in it is wrong.
+    """
+    file = args.mcp_config or environ.get(MCP_CONFIG, "").strip()
+    return read_mcp_config(Path(file)) if file else None
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
@@ -148,6 +169,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     add("--disable-request-id-header", action="store_true", help="send no x-request-id")
     add("--disable-metrics", action="store_true", help="no /metrics")
     add(
+        "--allow-diagnostics",
+        action="store_true",
+        help="let clients run doctor and tune, each in a process of its own",
+    )
+    add(
         "--allow-runtime-adapters",
         action="store_true",
         help=f"let clients load and unload LoRA adapters (also {RUNTIME_LORA})",
@@ -159,6 +185,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="rounds of tool calls executed here, for requests that do not say (256)",
     )
     add("--tool-dispatch-url", metavar="URL", help="where tool calls are sent to be executed")
+    add(
+        "--mcp-config",
+        metavar="FILE",
+        help=f"JSON file of MCP servers, whose tools every chat is offered ({MCP_CONFIG}, or none)",
+    )
 
 
 def _keep_alive(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
@@ -173,25 +204,11 @@ def _keep_alive(args: argparse.Namespace, environ: Mapping[str, str]) -> float:
         raise ConfigError(f"{KEEP_ALIVE} ({text!r}) must be a number of milliseconds") from None
 
 
-@contextlib.contextmanager
-def _listening_on(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound to the place before a model is loaded; who connects too early is refused."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as place:
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            place.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} on {host} cannot be used: {error}; choose another with --port"
-            ) from error
-        yield place
-
-
 async def _serve(builder: AnyBuilder, settings: ServerSettings, place: socket.socket) -> None:
     import uvicorn
 
     from mistralrs_sdk.server import create_app
+    from mistralrs_sdk.server.running import uvicorn_config
 
     class Server(uvicorn.Server):
         """Says when it listens, and leaves signals to `_stopping`."""
@@ -205,15 +222,8 @@ async def _serve(builder: AnyBuilder, settings: ServerSettings, place: socket.so
             return contextlib.nullcontext()
 
     async with await builder.build() as model:
-        config = uvicorn.Config(
-            create_app(model, settings=settings),
-            log_config=None,
-            access_log=False,
-            lifespan="on",
-            timeout_graceful_shutdown=round(settings.drain_seconds),
-            server_header=False,
-        )
-        server = Server(config)
+        app = create_app(model, settings=settings)
+        server = Server(uvicorn_config(app, settings))
         with _stopping(server):
             await server.serve([place])
 

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mistralrs_sdk import ConfigError, EmbeddingModelBuilder, ModelBuilder, MultiModelBuilder
+from mistralrs_sdk import (
+    ConfigError,
+    EmbeddingModelBuilder,
+    McpClientConfig,
+    ModelBuilder,
+    MultiModelBuilder,
+)
 from mistralrs_sdk.cli.model_flags import add_model_flags, builder_from, model_place
 
 AnyBuilder = ModelBuilder | EmbeddingModelBuilder | MultiModelBuilder
@@ -50,8 +56,8 @@ class ConfigFile(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def builder_of(args: argparse.Namespace) -> AnyBuilder:
-    """The builder of all models that flags and file describe.
+def builder_of(args: argparse.Namespace, *, mcp: McpClientConfig | None = None) -> AnyBuilder:
+    """The builder of all models that flags and file describe; those that chat use `mcp`.
 
     Raises:
         ConfigError: there is none, two have one id, or a setting is wrong.
@@ -72,6 +78,11 @@ def builder_of(args: argparse.Namespace) -> AnyBuilder:
             found.append(_from_table(args, table))
         except ConfigError as error:
             raise ConfigError(f"{args.config}: [[models]] number {number}: {error}") from error
+    if mcp is not None:
+        found = [
+            (id, each.with_mcp_client(mcp) if isinstance(each, ModelBuilder) else each)
+            for id, each in found
+        ]
     if not found:
         raise ConfigError("there is no model to serve: name one with -m, or a file with --config")
     if len(found) == 1 and found[0][0] is None and args.default_model_id is None:

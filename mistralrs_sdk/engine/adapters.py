@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import attrs
@@ -81,6 +81,26 @@ class AdapterRegistry:
     def serve(self, layers: LoraLayers) -> None:
         """Take adapters for these layers from now on."""
         self._layers = layers
+
+    def measure(self, specs: Iterable[LoraAdapterSpec], layers: LoraLayers) -> int:
+        """Bytes that these would take in `layers`; equal ones count once. Reads headers only.
+
+        Raises:
+            ModelLoadError: one cannot be found or opened, does not fit the model, or is over a
+                limit.
+            UnsupportedError: one holds something this package does not do.
+        """
+        sizes: dict[str, int] = {}
+        for spec in specs:
+            opened = open_adapter(self._locate(spec), layers.targets)
+            size = layers.num_bytes(opened.ranks)
+            if opened.generation not in sizes and self._limits is not None:
+                try:
+                    _check_size(spec, opened, size, sum(sizes.values()), self._limits)
+                except AdapterError as error:
+                    raise ModelLoadError(str(error)) from error
+            sizes[opened.generation] = size
+        return sum(sizes.values())
 
     def load(
         self, spec: LoraAdapterSpec, policy: LoraAdapterLoadPolicy | None = None
@@ -197,20 +217,9 @@ class AdapterRegistry:
         limits: LoraRuntimeConfig,
     ) -> ResidentAdapter:
         """Bring an opened adapter into memory, if it may have its place."""
-        if opened.rank > limits.max_rank:
-            raise AdapterError(
-                f"adapter {spec.alias!r} has rank {opened.rank}: max_rank is {limits.max_rank}; "
-                "raise it in LoraRuntimeConfig",
-                kind="rank_limit",
-            )
         size = layers.num_bytes(opened.ranks)
         taken = sum(adapter.bytes for adapter in list(self._resident.values()))
-        if size + taken > limits.max_bytes:
-            raise AdapterError(
-                f"adapter {spec.alias!r} takes {size} bytes beside {taken} of others: max_bytes is "
-                f"{limits.max_bytes}; unload another, or raise it in LoraRuntimeConfig",
-                kind="byte_limit",
-            )
+        _check_size(spec, opened, size, taken, limits)
         free = free_memory(layers.device)
         if size > free:
             raise ModelLoadError(
@@ -268,6 +277,24 @@ class AdapterRegistry:
     def _known(self) -> str:
         names = ", ".join(map(repr, sorted(self._named)))
         return f"loaded are {names}" if names else "none is loaded: load it with load_adapter"
+
+
+def _check_size(
+    spec: LoraAdapterSpec, opened: PeftAdapter, size: int, taken: int, limits: LoraRuntimeConfig
+) -> None:
+    """Refuse an adapter of `size` bytes that a limit forbids beside `taken` bytes of others."""
+    if opened.rank > limits.max_rank:
+        raise AdapterError(
+            f"adapter {spec.alias!r} has rank {opened.rank}: max_rank is {limits.max_rank}; "
+            "raise it in LoraRuntimeConfig",
+            kind="rank_limit",
+        )
+    if size + taken > limits.max_bytes:
+        raise AdapterError(
+            f"adapter {spec.alias!r} takes {size} bytes beside {taken} of others: max_bytes is "
+            f"{limits.max_bytes}; unload another, or raise it in LoraRuntimeConfig",
+            kind="byte_limit",
+        )
 
 
 def locator(source: ModelSource, progress: Progress | None) -> Callable[[LoraAdapterSpec], Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -12,22 +13,23 @@ import attrs
 import torch
 
 from mistralrs_sdk.attention.backend import AttentionBackend
-from mistralrs_sdk.attention.cpu import CpuBackend
 from mistralrs_sdk.attention.dense import DenseSdpaBackend
 from mistralrs_sdk.attention.kv_cache import DenseKVCache, PagedKVCache
-from mistralrs_sdk.attention.sdpa import SdpaBackend, UncachedSdpaBackend
+from mistralrs_sdk.attention.sdpa import UncachedSdpaBackend
 from mistralrs_sdk.config import (
     EngineConfig,
     MemoryGpuConfig,
-    ModelDType,
     ModelSource,
     Progress,
 )
-from mistralrs_sdk.cpu_threads import use_threads
-from mistralrs_sdk.engine.adapters import AdapterRegistry
+from mistralrs_sdk.cpu_threads import shared_threads, use_threads
+from mistralrs_sdk.distributed import ALONE, TensorParallel
+from mistralrs_sdk.engine.adapters import AdapterRegistry, locator
 from mistralrs_sdk.engine.block_pool import BlockPool
+from mistralrs_sdk.engine.cuda_graphs import cuda_graphs
 from mistralrs_sdk.engine.default_scheduler import DefaultScheduler
 from mistralrs_sdk.engine.engine import Engine
+from mistralrs_sdk.engine.look_ahead import LookAhead
 from mistralrs_sdk.engine.memory import (
     cuda_devices,
     device_memory,
@@ -35,9 +37,13 @@ from mistralrs_sdk.engine.memory import (
     plan_layers,
 )
 from mistralrs_sdk.engine.model_runner import ModelRunner
+from mistralrs_sdk.engine.paged_attention import TORCH_DTYPES, KvDType, make_backend
 from mistralrs_sdk.engine.pool_size import KNOBS
+from mistralrs_sdk.engine.prompt_batch import CPU_MIXED_PROMPT_TOKENS
+from mistralrs_sdk.engine.rank_place import place_of
 from mistralrs_sdk.engine.scheduler import Scheduler, SchedulerConfig
-from mistralrs_sdk.engine.settle import TORCH_DTYPES, Settled, settle
+from mistralrs_sdk.engine.settle import Settled, settle
+from mistralrs_sdk.engine.tensor_parallel import RankLink, lead
 from mistralrs_sdk.errors import AdapterError, ModelLoadError
 from mistralrs_sdk.layers.lora import LoraLayers
 from mistralrs_sdk.loading.checkpoint import Checkpoint
@@ -53,6 +59,7 @@ from mistralrs_sdk.loading.loader import (
     load_model,
     open_checkpoint,
 )
+from mistralrs_sdk.loading.shards import shard_importance
 from mistralrs_sdk.plan import MemoryPlan
 from mistralrs_sdk.switches import switched_on
 
@@ -76,7 +83,7 @@ class EngineInfo:
     forms: Mapping[str, Form]
     """How each weight is kept."""
     kv_bytes_per_token: int
-    kv_dtype: ModelDType
+    kv_dtype: KvDType
     """The type keys and values are kept in."""
     num_blocks: int
     """Usable blocks of the KV pool; 0 without a KV cache."""
@@ -105,6 +112,9 @@ def build_engine(
     config: EngineConfig,
     *,
     adapters: AdapterRegistry | None = None,
+    source: ModelSource | None = None,
+    link: RankLink | None = None,
+    ended: contextlib.ExitStack | None = None,
     progress: Progress | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[Engine, EngineInfo]:
@@ -114,23 +124,50 @@ def build_engine(
     takes none. Call it on the thread that will step the engine: it sets the number of CPU threads,
     and the CPUs they are pinned to if that is wanted, for the calling thread and those it starts.
 
+    If `config` asks for a tensor-parallel model, its other ranks are started or met first; those
+    that are started here read the weights from `source`. They end when `ended` is closed, or with
+    the engine's runner. On the other ranks `link` is what connects them.
+
     Raises:
         ConfigError: a setting does not suit this model or this machine.
         ModelLoadError: the weights or the KV cache do not load or do not fit.
     """
     started = time.perf_counter()
+    if link is None and config.tensor_parallel > 1:
+        link = lead(source, checkpoint.config, config, cancelled=cancelled)
+        if ended is not None:
+            ended.callback(link.close)
+        try:
+            engine, info = build_engine(
+                checkpoint, config, link=link, progress=progress, cancelled=cancelled
+            )
+        except BaseException:
+            link.close()
+            raise
+        return engine, attrs.evolve(info, load_seconds=time.perf_counter() - started)
     origins: dict[str, str] = {}
-    threads = use_threads(config.num_threads)  # first of all: pins what computes from here on
+    parallel = ALONE if link is None else link.parallel
+    # First of all: pins what computes from here on.
+    threads = shared_threads(
+        use_threads(config.num_threads), user=config.num_threads, ranks=parallel.local_size
+    )
     origins["num_threads"], origins["cpu_affinity"] = threads.origin, threads.pinned_by
     # For this thread, and for threads the process starts later: torch keeps one number for those.
     torch.set_num_threads(threads.num_threads)
     config = attrs.evolve(config, num_threads=threads.num_threads, lora_runtime_config=config.lora)
-    settled = settle(checkpoint, config, origins)
+    if link is not None:
+        config = attrs.evolve(config, device=str(link.device), cuda_graphs=False)
+    settled = settle(checkpoint, config, origins, parallel=parallel, adapters=adapters)
+    if link is not None:
+        origins |= {"device": "that of rank 0", "cuda_graphs": "off with tensor_parallel"}
+        settled = attrs.evolve(settled, plan=link.agree(settled))
     device, dtype = settled.device, settled.dtype
     lora = None if adapters is None else _load_adapters(adapters, settled)
-    importance = None if config.imatrix is None else importance_of(checkpoint, config.imatrix)
+    importance = None
+    if config.imatrix is not None:
+        importance = shard_importance(importance_of(checkpoint, config.imatrix), settled.parts)
     model = load_model(
-        checkpoint,
+        settled.checkpoint,
         dtype=dtype,
         device=device,
         model=settled.model,
@@ -142,13 +179,23 @@ def build_engine(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what reading the weights left behind
     resolved, scheduler, backend = _choose_cache(settled, origins)
+    graphs = None
+    if resolved.cuda_graphs:
+        seqs = resolved.max_num_seqs
+        graphs = cuda_graphs(model, backend, device=device, max_num_seqs=seqs)
     runner = ModelRunner(
         model=model,
         backend=backend,
         device=device,
         block_size=settled.plan.block_size,
         lora=lora,
+        graphs=graphs,
     )
+    if graphs is not None:
+        graphs.capture_ahead()
+    look_ahead = None
+    if link is None and runner.transfers is not None and isinstance(scheduler, Scheduler):
+        look_ahead = LookAhead(scheduler, runner)
     info = EngineInfo(
         config=resolved,
         origins=origins,
@@ -168,7 +215,11 @@ def build_engine(
     if log_steps:
         logger.setLevel(logging.DEBUG)  # the switch asks for lines that RUST_LOG=info would hide
     engine = Engine(
-        scheduler, runner, log_throughput=config.throughput_logging, log_steps=log_steps
+        scheduler,
+        runner if link is None else link.ready(runner),
+        look_ahead=look_ahead,
+        log_throughput=config.throughput_logging,
+        log_steps=log_steps,
     )
     return engine, info
 
@@ -177,16 +228,23 @@ def plan_source(
     source: ModelSource, config: EngineConfig, *, progress: Progress | None = None
 ) -> MemoryPlan:
     """Open what `source` names and do as `plan_engine`."""
-    return plan_engine(open_checkpoint(source, progress=progress), config)
+    adapters = AdapterRegistry(config.lora, locator(source, progress))
+    return plan_engine(open_checkpoint(source, progress=progress), config, adapters=adapters)
 
 
-def plan_engine(checkpoint: Checkpoint, config: EngineConfig) -> MemoryPlan:
+def plan_engine(
+    checkpoint: Checkpoint, config: EngineConfig, *, adapters: AdapterRegistry | None = None
+) -> MemoryPlan:
     """What `build_engine` would take; reads no weights and leaves the threads alone.
 
     Raises:
         ConfigError, ModelLoadError, UnsupportedError: as `build_engine`.
     """
-    settled = settle(checkpoint, config, {})
+    parallel = ALONE
+    if config.tensor_parallel > 1:
+        place = place_of(os.environ, config.tensor_parallel)
+        parallel = TensorParallel(place.rank, place.size, local_size=place.local_size)
+    settled = settle(checkpoint, config, {}, parallel=parallel, adapters=adapters)
     if settled.device.type != "cuda" or torch.cuda.device_count() == 1:
         return settled.plan
     devices = cuda_devices(settled.device, device_memory(settled.device))
@@ -218,6 +276,7 @@ def _choose_cache(
             _scheduler_config(config),
             caches=caches,
             prefix_cache_n=config.prefix_cache_n,
+            prefix_cache_tokens=plan.num_tokens // 2,  # the other half is for who runs
             model=next(_model_uids),
         )
         return config, default, DenseSdpaBackend(caches)
@@ -245,8 +304,15 @@ def _choose_cache(
         BlockPool(plan.num_blocks + 1, plan.block_size),
         model=next(_model_uids),
     )
-    backend = CpuBackend if settled.paged_backend == "CpuBackend" else SdpaBackend
-    return resolved, scheduler, backend(cache)
+    resolved, backend = make_backend(
+        settled.paged_backend,
+        cache,
+        model.specs,
+        config=resolved,
+        dtype=settled.dtype,
+        origins=origins,
+    )
+    return resolved, scheduler, backend
 
 
 def _load_adapters(adapters: AdapterRegistry, settled: Settled) -> LoraLayers | None:
@@ -261,15 +327,6 @@ def _load_adapters(adapters: AdapterRegistry, settled: Settled) -> LoraLayers | 
             adapters.load(spec)
         except AdapterError as error:
             raise ModelLoadError(str(error)) from error
-    plan, taken = settled.plan, adapters.status().resident_bytes
-    planned = plan.weight_bytes + plan.activation_bytes
-    planned += plan.kv_bytes if plan.cache == "paged" else 0
-    if taken and planned + taken > plan.free_bytes:
-        raise ModelLoadError(
-            f"the adapters take {taken / 2**20:.0f} MiB beside {planned / 2**30:.2f} GiB for the "
-            f"model and its KV cache, and {plan.free_bytes / 2**30:.2f} GiB were free: load fewer, "
-            f"or lower the cache with {KNOBS}"
-        )
     return layers
 
 
@@ -286,4 +343,5 @@ def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
         max_model_len=config.max_model_len,
         prefix_caching=config.prefix_cache_n is not None,
         mixed_batches=config.mixed_batches,
+        max_mixed_prompt_tokens=CPU_MIXED_PROMPT_TOKENS if config.device == "cpu" else None,
     )

@@ -45,7 +45,8 @@ class DefaultScheduler:
 
     If a bucket exceeds `max_num_batched_tokens`, its oldest prompts run, at least one, and the
     others are parked. With `caches` None there is no KV cache: each pass computes every token of
-    its sequences. `prefix_cache_n` caches of ended sequences are kept whole for later prompts.
+    its sequences. `prefix_cache_n` caches of ended sequences are kept whole for later prompts,
+    at most `prefix_cache_tokens` tokens in all.
     `identity` names what besides the tokens decides keys and values, the model for one.
     """
 
@@ -55,6 +56,7 @@ class DefaultScheduler:
         *,
         caches: SequenceCaches | None = None,
         prefix_cache_n: int | None = None,
+        prefix_cache_tokens: int | None = None,
         **identity: str | int,
     ) -> None:
         self.config = config
@@ -62,7 +64,9 @@ class DefaultScheduler:
         self.running: list[Sequence] = []
         """The admitted, parked ones included."""
         self._caches = caches
-        self._prefixes = WholePrefixCache[Any](prefix_cache_n) if prefix_cache_n else None
+        self._prefixes: WholePrefixCache[Any] | None = None
+        if prefix_cache_n:
+            self._prefixes = WholePrefixCache(prefix_cache_n, max_tokens=prefix_cache_tokens)
         self._identity = identity
         self._root = root_hash(**identity)
         self._urgency: dict[int, int] = {}

@@ -6,11 +6,20 @@ import heapq
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import attrs
+
+from mistralrs_sdk.engine.look_ahead import LookAhead
 from mistralrs_sdk.engine.metrics import OVER_TOTAL_CAPACITY, EngineMetrics, MetricsRecorder
-from mistralrs_sdk.engine.request import FinishReason, Request, RequestOutput, SampledToken
+from mistralrs_sdk.engine.request import (
+    DEADLINE_PASSED,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SampledToken,
+)
 from mistralrs_sdk.engine.scheduler import (
     Scheduled,
     SchedulerConfig,
@@ -67,11 +76,16 @@ class Engine:
         scheduler: EngineScheduler,
         runner: Runner,
         *,
+        look_ahead: LookAhead | None = None,
         log_throughput: bool = False,
         log_steps: bool = False,
     ) -> None:
+        """`look_ahead`, over the same scheduler and runner, launches steps early."""
         self.scheduler = scheduler
         self.runner = runner
+        self.is_wanted: Callable[[], bool] = lambda: False
+        """Asked before a step is launched ahead, which is left: does somebody wait for a pause?"""
+        self._look_ahead = look_ahead
         self._throughput = ThroughputLog(scheduler.stats()) if log_throughput else None
         self._log_steps = log_steps
         self._metrics = MetricsRecorder()
@@ -102,13 +116,17 @@ class Engine:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
 
     def abort(self, request_id: int, choice: int | None = None) -> list[RequestOutput]:
-        """End a request, or one of its choices, as canceled; its blocks are free at once."""
+        """End a request, or one of its choices, as canceled; its blocks are free at once.
+
+        A step that was launched ahead is finished first, so others may have news too.
+        """
+        outputs = self._land() if request_id in self._open else []
         ended = [s for s in self._open.get(request_id, ()) if choice in (None, s.choice)]
         self.scheduler.end(ended, "canceled")
         now = time.perf_counter()
         # Only the text side ends one choice: it has seen a stop string.
         reason = "canceled" if choice is None else "stop"
-        return [self._close(sequence, reason, now=now) for sequence in ended]
+        return outputs + [self._close(sequence, reason, now=now) for sequence in ended]
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns what the sequences in it have to report.
@@ -116,16 +134,28 @@ class Engine:
         Raises:
             Exception: whatever the runner raised, when it failed three times in a row.
         """
-        started = time.perf_counter()
-        outputs = self._expire(started)
+        outputs = self._expire(time.perf_counter())
         if self._throughput is not None:
             self._throughput.before_step()
-        output = self.scheduler.schedule()
+        outputs += self._advance(may_go_on=self._is_undisturbed)
+        if self._throughput is not None:
+            self._throughput.after_step(self.scheduler.stats())
+        return outputs
+
+    def _advance(self, *, may_go_on: Callable[[], bool]) -> list[RequestOutput]:
+        """Compute or finish a step and report it; `may_go_on` allows to launch another early."""
+        started = time.perf_counter()
+        ahead = self._look_ahead
+        output = self.scheduler.schedule() if ahead is None else ahead.schedule()
         work = _lengths(output.scheduled) if self._log_steps and output.scheduled else None
-        sampled = self._run(output.scheduled)
+        if ahead is None:
+            sampled = self._run(output.scheduled)
+        else:
+            output, sampled = self._run_ahead(ahead, output, may_go_on=may_go_on)
         now = time.perf_counter()
         if work is not None:
             logger.debug("step: %s, %.1f ms", work, 1000 * (now - started))
+        outputs: list[RequestOutput] = []
         for sequence in output.rejected:
             self._metrics.rejected(sequence.id, OVER_TOTAL_CAPACITY)
             self._forget(sequence)
@@ -147,17 +177,27 @@ class Engine:
             if sequence.finish_reason is not None:
                 self._metrics.completed(sequence.id, sequence.finish_reason)
                 self._forget(sequence)
-        if self._throughput is not None:
-            self._throughput.after_step(self.scheduler.stats())
         return outputs
+
+    def _land(self) -> list[RequestOutput]:
+        """Finish the step that was launched ahead, if there is one, and launch no other."""
+        if self._look_ahead is None or not self._look_ahead.in_flight():
+            return []
+        return self._advance(may_go_on=lambda: False)
+
+    def _is_undisturbed(self) -> bool:
+        due = self._deadlines and self._deadlines[0][0] <= time.perf_counter()
+        return not due and not self.is_wanted()
 
     def _expire(self, now: float) -> list[RequestOutput]:
         """End the requests whose deadline has passed."""
-        outputs = []
+        if not self._deadlines or self._deadlines[0][0] > now:
+            return []
+        outputs = self._land()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             late = list(self._open.get(request_id, ()))
-            self.scheduler.end(late, "error", "its deadline passed")
+            self.scheduler.end(late, "error", DEADLINE_PASSED)
             outputs += [self._close(sequence, "error", now=now) for sequence in late]
         return outputs
 
@@ -179,33 +219,67 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Return what runs right now and what was counted since the engine was made."""
-        return self._metrics.snapshot(
+        counted = self._metrics.snapshot(
             self.scheduler.stats(),
             capacity=self.scheduler.config.max_num_seqs,
             evictions=self.scheduler.num_evictions,
+        )
+        if self._look_ahead is None:
+            return counted
+        counts = self._look_ahead.counts
+        return attrs.evolve(
+            counted,
+            steps_ahead=counts.ahead,
+            steps_replayed=counts.replayed,
+            steps_eager=counts.eager,
         )
 
     def _run(self, scheduled: Sequence[Scheduled]) -> Sequence[SampledToken | None]:
         """Run the model; if that fails, the sequences of this step end with the error."""
         if not scheduled:
             return []
+        self._note_start(scheduled)
+        try:
+            sampled = self.runner.run(scheduled)
+        except Exception as error:
+            return self._fail(scheduled, error)
+        self._failed_steps = 0
+        return sampled
+
+    def _run_ahead(
+        self, look_ahead: LookAhead, output: SchedulerOutput, *, may_go_on: Callable[[], bool]
+    ) -> tuple[SchedulerOutput, Sequence[SampledToken | None]]:
+        """As `_run`, and the step without the sequences that are reported later."""
+        if not output.scheduled:
+            return output, []
+        self._note_start(output.scheduled)
+        try:
+            reported = look_ahead.run(output, may_go_on=may_go_on)
+        except Exception as error:
+            return output, self._fail(output.scheduled, error)
+        self._failed_steps = 0
+        return reported
+
+    def _note_start(self, scheduled: Sequence[Scheduled]) -> None:
         now = time.perf_counter()
         for item in scheduled:
             if item.sequence.scheduled_at is None:
                 item.sequence.scheduled_at = now
                 self._metrics.reused(item.sequence.cached_tokens or 0)
-        try:
-            sampled = self.runner.run(scheduled)
-        except Exception as error:
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                raise
-            logger.exception("a step of %d sequences failed; they end with it", len(scheduled))
-            failed = [item.sequence for item in scheduled]
-            self.scheduler.end(failed, "error", f"{type(error).__name__}: {error}")
-            return [None] * len(scheduled)
-        self._failed_steps = 0
-        return sampled
+
+    def _fail(
+        self, scheduled: Sequence[Scheduled], error: Exception
+    ) -> Sequence[SampledToken | None]:
+        """End the sequences of a failed step; raise the error if it is one too many in a row."""
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise error
+        logger.error(
+            "a step of %d sequences failed; they end with it", len(scheduled), exc_info=error
+        )
+        failed = [item.sequence for item in scheduled]
+        self.scheduler.end(failed, "error", f"{type(error).__name__}: {error}")
+        return [None] * len(scheduled)
 
 
 def _lengths(scheduled: Sequence[Scheduled]) -> str:

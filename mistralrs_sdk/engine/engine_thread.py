@@ -172,15 +172,20 @@ class EngineThread:
         *,
         max_pending: int = MAX_PENDING_REQUESTS,
         max_open: int | None = None,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`max_pending` requests are taken, further ones wait; beyond `max_open` choices, counted
-        over all requests that have not ended, further ones are refused."""
+        over all requests that have not ended, further ones are refused. `at_end` is called on the
+        thread when the engine has ended, however it did."""
         self._make_engine: Callable[[], Engine] | None = make_engine
+        self._at_end = at_end
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Call | _Shutdown] = queue.SimpleQueue()
         self._streams: dict[int, RequestStream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._places = anyio.Semaphore(max_pending)
         self._max_open = max_open
+        self.num_refused = 0
+        """Choices that found the queue full."""
         self._ended: MistralRsError | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mistralrs-engine", daemon=True)
@@ -289,6 +294,7 @@ class EngineThread:
             return
         open_choices = sum(stream.num_choices for stream in self._streams.values())
         if open_choices + request.sampling.n_choices > self._max_open:
+            self.num_refused += request.sampling.n_choices
             raise QueueFullError(
                 f"{open_choices} answers are running or waiting and {self._max_open} are allowed "
                 "(max_num_seqs and max_queue together): try again later, or raise with_max_queue"
@@ -345,8 +351,11 @@ class EngineThread:
             traceback.clear_frames(error.__traceback__)
         del engine
         self._post(self._end, end)
+        self._at_end()
 
     def _serve(self, engine: Engine) -> None:
+        inbox = self._inbox  # not self: the engine would keep its thread alive
+        engine.is_wanted = lambda: not inbox.empty()
         while True:
             match self._next_command(block=not engine.has_work):
                 case None:

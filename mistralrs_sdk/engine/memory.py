@@ -10,15 +10,16 @@ import attrs
 import torch
 
 from mistralrs_sdk.attention.kv_cache import DENSE_GROWTH, bytes_per_token
-from mistralrs_sdk.config import EngineConfig, PagedAttentionConfig, PagedCacheType
+from mistralrs_sdk.config import EngineConfig, PagedAttentionConfig
 from mistralrs_sdk.device_map import UNIFIED_FRACTION, DeviceMap, MapDevice, MapSizes, map_layers
 from mistralrs_sdk.engine.pool_size import (
+    KNOBS,
     Activations,
     DeviceMemory,
     choose_pool_size,
     estimate_activations,
 )
-from mistralrs_sdk.errors import ConfigError, UnsupportedError
+from mistralrs_sdk.errors import ConfigError, ModelLoadError
 from mistralrs_sdk.loading.forms import Form, describe_forms, total_bytes
 from mistralrs_sdk.machine import available_memory, physical_memory
 from mistralrs_sdk.models.decoder import CausalLM
@@ -36,18 +37,18 @@ def plan_memory(
     forms: Mapping[str, Form],
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    adapter_bytes: int = 0,
     memory: DeviceMemory,
 ) -> MemoryPlan:
     """Size everything before the weights are read.
 
     The parameters of `model` may be on "meta"; `forms` says how they are kept. `config` has its
-    device and dtype resolved; `kv_dtype` is of keys and values, `dtype` if not given; `memory` is
-    the device's before loading.
+    device and dtype resolved; `kv_dtype` is of keys and values, `dtype` if not given;
+    `adapter_bytes` is of adapters that are loaded with it; `memory` is the device's before loading.
 
     Raises:
         ConfigError: a length or a size does not suit the model.
         ModelLoadError: the asked KV cache does not fit.
-        UnsupportedError: the type of the KV cache is not there.
     """
     context, asked = model.config.max_position_embeddings, config.max_model_len
     if asked is not None and asked > context:
@@ -56,7 +57,7 @@ def plan_memory(
     weight_bytes = total_bytes(forms)
     kv_per_token = 0 if config.no_kv_cache else bytes_per_token(model.specs, kv_dtype or dtype)
     activations = _activations(model, config, dtype=dtype, length=length)
-    left = memory.after_loading(weight_bytes)
+    left = memory.after_loading(weight_bytes + adapter_bytes)
     paged = paged_config(config)
     plan = MemoryPlan(
         name=name,
@@ -67,6 +68,7 @@ def plan_memory(
         num_parameters=sum(form.num_values for form in forms.values()),
         weight_bytes=weight_bytes,
         weights=describe_forms(forms.values()),
+        adapter_bytes=adapter_bytes,
         activation_bytes=activations.total,
         reserve_bytes=left.reserve,
         cache="none" if config.no_kv_cache else "dense",
@@ -87,11 +89,6 @@ def plan_memory(
             plan,
             kv_bytes=max(left.free - left.reserve - activations.total, 0),
             kv_reason="at most: the cache of each sequence grows with it",
-        )
-    if paged.cache_type is not PagedCacheType.AUTO:
-        raise UnsupportedError(
-            f"cache_type ({paged.cache_type.value}) needs the FlashInfer backend on a CUDA device; "
-            "use PagedCacheType.AUTO"
         )
     size = choose_pool_size(
         wanted=paged.gpu_memory,
@@ -116,6 +113,23 @@ def plan_memory(
         reason = f"limited by the KV cache (the model has {context})"
         plan = attrs.evolve(plan, max_model_len_reason=reason)
     return plan
+
+
+def require_room_for_adapters(plan: MemoryPlan) -> None:
+    """Refuse adapters that do not fit beside all the rest.
+
+    Raises:
+        ModelLoadError: the message says what is taken and what is free.
+    """
+    taken = plan.adapter_bytes
+    planned = plan.weight_bytes + plan.activation_bytes
+    planned += plan.kv_bytes if plan.cache == "paged" else 0
+    if taken and planned + taken > plan.free_bytes:
+        raise ModelLoadError(
+            f"the adapters take {taken / 2**20:.0f} MiB beside {planned / 2**30:.2f} GiB for the "
+            f"model and its KV cache, and {plan.free_bytes / 2**30:.2f} GiB are free: load fewer, "
+            f"or lower the cache with {KNOBS}"
+        )
 
 
 def paged_config(config: EngineConfig) -> PagedAttentionConfig | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 
 import attrs
 
@@ -23,6 +24,9 @@ INTER_TOKEN_BOUNDS = (
 
 OVER_TOTAL_CAPACITY = "over_total_capacity"
 """Why a sequence is rejected: the whole KV cache would not hold it."""
+
+QUEUE_FULL = "queue_full"
+"""Why a sequence is rejected: as many as are allowed were running or waiting."""
 
 
 @attrs.frozen(kw_only=True)
@@ -117,11 +121,21 @@ class EngineMetrics:
     completed: dict[FinishReason, int]
     """Sequences that ran and ended, by reason. A stop string counts as "stop"."""
     rejected: dict[str, int]
-    """Sequences that could never run, by reason."""
+    """Sequences that never ran, by reason: too large for the cache, or refused at the queue."""
     time_to_first_token: Histogram
-    """From arrival in the engine, waiting included."""
+    """Seconds from arrival in the engine, waiting included."""
     inter_token_latency: Histogram
-    """Between two tokens of one sequence, preemptions included."""
+    """Seconds between two tokens of one sequence, preemptions included."""
+    steps_replayed: int = 0
+    """Decode steps that ran as CUDA graphs."""
+    steps_eager: Mapping[str, int] = attrs.field(factory=dict)
+    """Steps of a model with CUDA graphs that ran without one, by reason."""
+    steps_ahead: int = 0
+    """Decode steps that were launched before the tokens of the last one were read."""
+
+    def with_rejected(self, reason: str, count: int) -> EngineMetrics:
+        """With what was rejected before the engine heard of it."""
+        return attrs.evolve(self, rejected={**self.rejected, reason: count})
 
     @property
     def tokens_generated(self) -> int:
@@ -145,11 +159,20 @@ class EngineMetrics:
                 f"{hits} sequences hit, {self.prefix_tokens_reused} tokens reused, "
                 f"{self.prefix_evictions} evicted",
             ),
+            *self._launched(),
             ("time to first token", str(self.time_to_first_token)),
             ("inter-token latency", str(self.inter_token_latency)),
         )
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _launched(self) -> tuple[tuple[str, str], ...]:
+        """What there is to say of a device that runs ahead of the host."""
+        if not (self.steps_replayed or self.steps_eager or self.steps_ahead):
+            return ()
+        eager = "".join(f", {count} not: {why}" for why, count in self.steps_eager.items())
+        replayed = f"{self.steps_replayed} replayed as CUDA graphs{eager}"
+        return (("steps", f"{self.steps_ahead} launched ahead, {replayed}"),)
 
 
 class MetricsRecorder:

@@ -13,6 +13,10 @@ from mistralrs_sdk.engine.sequence import Sequence
 PROMPT_BUCKET = 256
 """Unpacked whole prompts run together if their lengths fall into the same bucket of this size."""
 
+CPU_MIXED_PROMPT_TOKENS = 512
+"""Prompt tokens of a step that also writes answers, on a CPU: many more make the answers wait
+without making the products faster, fewer make those slower."""
+
 
 @attrs.frozen(kw_only=True)
 class BatchRules:
@@ -82,6 +86,28 @@ def choose_prompts(
     chosen = [(s, end - s.num_computed_tokens) for s, end in chunks if (end == len(s)) == ends]
     if rules.uniform_prompts or rules.align_chunks or not rules.packed_prefill:
         chosen = [(s, count) for s, count in chosen if count == chosen[0][1]]
+    return chosen
+
+
+def fill_prompts(
+    candidates: list[Sequence], *, budget: int, block_size: int, rules: BatchRules
+) -> list[tuple[Sequence, int]]:
+    """Return who of `candidates` computes how many tokens: in order, each as much as is left.
+
+    For passes that answers in progress wait for: few tokens, which bring one prompt to its end
+    instead of many a little further. What must run whole, or alike, is chosen as in any pass.
+    """
+    raw = any(s.request.raw_logits for s in candidates)
+    alike = rules.uniform_prompts or rules.align_chunks or not rules.packed_prefill
+    if raw or alike or rules.atomic_prompts:
+        return choose_prompts(candidates, budget=budget, block_size=block_size, rules=rules)
+    chosen = []
+    for sequence in candidates:
+        if budget <= 0:
+            break
+        end = chunk_end(sequence, chunk_size=budget, block_size=block_size, rules=rules)
+        chosen.append((sequence, end - sequence.num_computed_tokens))
+        budget -= end - sequence.num_computed_tokens
     return chosen
 
 

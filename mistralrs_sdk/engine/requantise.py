@@ -23,6 +23,7 @@ from mistralrs_sdk.errors import (
     EngineClosedError,
     MistralRsError,
     ModelLoadError,
+    UnsupportedError,
 )
 from mistralrs_sdk.isq import Isq
 from mistralrs_sdk.loading.checkpoint import Checkpoint, TensorSource
@@ -119,6 +120,11 @@ class Requantiser:
                 and the message says how far it came; each weight is then the old or the new one.
             EngineClosedError: it was cancelled.
         """
+        if self.info.config.tensor_parallel > 1:
+            raise UnsupportedError(
+                f"re_isq_model is not done with tensor_parallel ({self.info.config.tensor_parallel}"
+                "): build the model again, with with_isq"
+            )
         runner = cast(ModelRunner, engine.runner)
         model = cast(CausalLM, runner.model)
         refuse_quantising("re_isq_model", device=runner.device, dtype=self.info.config.dtype)
@@ -141,8 +147,7 @@ class Requantiser:
         self._refuse_size(changed, wanted, checkpoint.tensors, isq=isq, device=runner.device)
         if changed:
             engine.scheduler.forget_kv()
-            if runner.tapes is not None:
-                runner.tapes.clear()
+            runner.forget_recordings()
         done = 0
         try:
             total = sum(wanted[name].num_bytes for name in changed)

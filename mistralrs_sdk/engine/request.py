@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # they need torch and llguidance, which a scheduler does with
 LOWEST_LOGPROB = -9999.0
 """Reported in place of a log probability below it: JSON has no minus infinity (as OpenAI does)."""
 
+DEADLINE_PASSED = "its deadline passed"
+"""The error of what did not end within its `deadline`."""
+
 FinishReason = Literal["stop", "length", "canceled", "error"]
 
 
@@ -91,7 +94,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     """Set on the choice's last output. With "stop" the last token id is the one that ended it."""
     error: str | None = None
-    """Set with finish_reason "error"."""
+    """Set with finish_reason "error": why. `DEADLINE_PASSED` is that reason and no other."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
     prompt_time: float = 0.0

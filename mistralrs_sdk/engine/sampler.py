@@ -29,6 +29,7 @@ DRY_MATCH_CAP = 50
 """Longest repetition DRY looks for."""
 
 _HUGE = 1e38  # keeps a penalty, bias or temperature within float32
+_FAR = 1e30  # keeps a score that is divided by it, or multiplied with it, within float32
 _BELOW_ONE = 1.0 - 2.0**-24
 _MOST = 2**31  # no vocabulary has so many tokens
 
@@ -96,7 +97,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[SampledToken]:
     errors = change_rows(logits, rows, lines=changed, draws=draws) if changed else {}
     tokens, peaks = (sampling.draw if native else sampling.draw_reference)(logits, draws)
     drawn = [
-        SampledToken(token) if math.isfinite(peak) else SampledToken(-1, error=_complaint(peak))
+        SampledToken(token) if math.isfinite(peak) else SampledToken(-1, error=complaint(peak))
         for token, peak in zip(tokens, peaks, strict=True)
     ]
     for i, error in errors.items():
@@ -156,7 +157,7 @@ def _put_back(logits: Tensor, raw: Mapping[int, Tensor]) -> None:
         logits[i] = row
 
 
-def _complaint(peak: float) -> str:
+def complaint(peak: float) -> str:
     """Why a row with this largest logit has no token."""
     if peak == -math.inf:
         return "no token can be chosen: every logit is -inf"
@@ -182,7 +183,7 @@ def _draw(row: SamplerRow) -> Draw:
     params = row.sampling
     drawing = row._drawing
     if drawing is None:
-        drawing = row._drawing = _Drawing(_first_draw(params))
+        drawing = row._drawing = _Drawing(first_draw(params))
         if params.repetition_penalty != 1.0:
             _see(drawing, row.prompt_ids)
     draw = drawing.draw
@@ -206,11 +207,11 @@ def _draw(row: SamplerRow) -> Draw:
     return draw
 
 
-def _first_draw(params: SamplingParams) -> Draw:
+def first_draw(params: SamplingParams) -> Draw:
     """What does not change from token to token."""
     bias = params.logits_bias or {}
     return Draw(
-        repetition=max(_bounded(_known(params.repetition_penalty)), 1 / _HUGE),
+        repetition=max(1 / _FAR, min(_FAR, _known(params.repetition_penalty))),
         gains=_amounts((token, amount) for token, amount in bias.items() if token < _MOST),
         temperature=0.0 if params.is_greedy else min(_known(params.temperature), _HUGE),
         top_k=min(int(_known(params.top_k)), _MOST),

@@ -11,7 +11,12 @@ import attrs
 
 from mistralrs_sdk.engine.block_pool import BlockPool
 from mistralrs_sdk.engine.prefix_cache import extend_block_hashes, identity_of, root_hash
-from mistralrs_sdk.engine.prompt_batch import BatchRules, choose_decodes, choose_prompts
+from mistralrs_sdk.engine.prompt_batch import (
+    BatchRules,
+    choose_decodes,
+    choose_prompts,
+    fill_prompts,
+)
 from mistralrs_sdk.engine.request import FinishReason
 from mistralrs_sdk.engine.sequence import Sequence, Status
 from mistralrs_sdk.engine.waiting_queue import WaitingQueue
@@ -36,6 +41,8 @@ class SchedulerConfig:
     prefix_caching: bool = True
     mixed_batches: bool = True
     """Running decodes ride along in prefill passes."""
+    max_mixed_prompt_tokens: int | None = None
+    """Prompt tokens of a pass in which decodes ride along, taken in order; None: as any pass."""
     max_overtakes: int = 16
     """How many later sequences may be admitted before a front that waits for blocks."""
     preempt_for_waiting: bool = True
@@ -74,7 +81,7 @@ class SchedulerOutput:
 
 @attrs.frozen(kw_only=True)
 class SchedulerStats:
-    """A snapshot for logs, metrics and tests."""
+    """A snapshot for logs, metrics and tests: sequences, KV blocks, tokens and counts so far."""
 
     running: int
     waiting: int
@@ -246,6 +253,16 @@ class Scheduler:
         riders = self._riders()
         spare = self.config.max_num_batched_tokens - sum(item.num_tokens for item in riders)
         budget = min(self.config.prefill_token_budget, spare)
+        self._decode_steps_since_prefill = 0
+        limit = self.config.max_mixed_prompt_tokens
+        if riders and limit is not None:
+            filled = fill_prompts(
+                candidates,
+                budget=min(budget, limit),
+                block_size=self.pool.block_size,
+                rules=self.config.rules,
+            )
+            return riders + [Scheduled(sequence, count) for sequence, count in filled]
         # Start where the last prefill pass left off, so that nobody is passed over for ever.
         ids = [s.id for s in candidates]
         start = ids.index(self._next_prompt_id) if self._next_prompt_id in ids else 0
@@ -255,7 +272,6 @@ class Scheduler:
         )
         taken = {sequence.id for sequence, _ in chosen}
         self._next_prompt_id = next((s.id for s in rotated if s.id not in taken), None)
-        self._decode_steps_since_prefill = 0
         return riders + [Scheduled(sequence, count) for sequence, count in chosen]
 
     def _admit(self) -> list[Sequence]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 
 import attrs
 import torch
 
-from mistralrs_sdk.attention.select import select_backend, select_kv_dtype
 from mistralrs_sdk.config import EngineConfig, ModelDType
-from mistralrs_sdk.engine.memory import device_memory, paged_config, plan_memory
+from mistralrs_sdk.distributed import ALONE, TensorParallel
+from mistralrs_sdk.engine.adapters import AdapterRegistry
+from mistralrs_sdk.engine.memory import device_memory, plan_memory, require_room_for_adapters
+from mistralrs_sdk.engine.paged_attention import TORCH_DTYPES, KvDType, choose_attention
+from mistralrs_sdk.engine.pool_size import DeviceMemory
+from mistralrs_sdk.engine.prompt_batch import CPU_MIXED_PROMPT_TOKENS
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
 from mistralrs_sdk.kernels import native
-from mistralrs_sdk.kernels.attention import has_fast_halves
+from mistralrs_sdk.layers.lora import LoraLayers
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.forms import (
     Form,
@@ -25,18 +28,14 @@ from mistralrs_sdk.loading.forms import (
     quantise_target,
 )
 from mistralrs_sdk.loading.loader import check_weights_fit, prepare_model
+from mistralrs_sdk.loading.shards import refuse_split_blocks, shard_checkpoint, whole_target
 from mistralrs_sdk.models.decoder import CausalLM
+from mistralrs_sdk.models.parallel import Part, parts_of, share_on_meta
 from mistralrs_sdk.plan import MemoryPlan
 from mistralrs_sdk.quant import half
 from mistralrs_sdk.quant.isq import refuse_unused
 
 logger = logging.getLogger("mistralrs_sdk.engine")
-
-TORCH_DTYPES = {
-    ModelDType.F32: torch.float32,
-    ModelDType.F16: torch.float16,
-    ModelDType.BF16: torch.bfloat16,
-}
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -44,21 +43,39 @@ class Settled:
     """What is known before the weights are read."""
 
     config: EngineConfig
-    """With device and dtype resolved."""
+    """With device, dtype, flashinfer and cuda_graphs resolved."""
     device: torch.device
     dtype: torch.dtype
+    checkpoint: Checkpoint
+    """What is read: of a tensor-parallel model the parts of this rank."""
+    parts: Mapping[str, Part]
+    """Those parts, of the tensors that are not read whole."""
     model: CausalLM
     """Its parameters are on "meta"."""
     packing: Packing
     forms: Mapping[str, Form]
     paged_backend: str | None
     """Class name of the backend that attends to a paged cache; None without one."""
-    kv_dtype: ModelDType
+    kv_dtype: KvDType
     plan: MemoryPlan
 
 
-def settle(checkpoint: Checkpoint, config: EngineConfig, origins: dict[str, str]) -> Settled:
-    """Choose device, dtype and sizes: the one way for `build_engine` and `plan_engine`."""
+def settle(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    origins: dict[str, str],
+    *,
+    parallel: TensorParallel = ALONE,
+    adapters: AdapterRegistry | None = None,
+) -> Settled:
+    """Choose device, dtype and sizes: the one way for `build_engine` and `plan_engine`.
+
+    They are those of one rank, whose place is `parallel`, of a tensor-parallel model. `adapters`
+    finds the LoRA adapters that `config` names.
+
+    Raises:
+        ConfigError, ModelLoadError, UnsupportedError: as `build_engine`.
+    """
     device = _choose_device(config, origins)
     if config.no_kv_cache or config.paged_attn is None:
         _explain_unpaged(config, origins)
@@ -68,19 +85,24 @@ def settle(checkpoint: Checkpoint, config: EngineConfig, origins: dict[str, str]
     dtype = TORCH_DTYPES[kind]
     config = attrs.evolve(config, device=str(device), dtype=kind)
     model = prepare_model(checkpoint)
+    target = _quantise_target(config, device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    parts: Mapping[str, Part] = {}
     packing = _choose_packing(device, origins)
-    forms = choose_forms(
-        model,
-        checkpoint,
-        dtype=dtype,
-        packing=packing,
-        target=_quantise_target(config, device),
-    )
+    if parallel.size > 1:
+        parts, target = parts_of(model, parallel), whole_target(target, checkpoint)
+        refuse_split_blocks(checkpoint, parts, parallel, packing=packing, target=target)
+        checkpoint, model = shard_checkpoint(checkpoint, parts), share_on_meta(model, parallel)
+    forms = choose_forms(model, checkpoint, dtype=dtype, packing=packing, target=target)
     if config.topology is not None:
         matrices = [part for form in forms.values() if form.is_matrix for part in form.parts]
         refuse_unused(config.topology, [part.removesuffix(".weight") for part in matrices])
     check_weights_fit(checkpoint, forms, device=device)
-    paged_backend, kv_dtype = _choose_attention(config, device, origins)
+    config, paged_backend, kv_dtype = choose_attention(config, device, model.specs, origins)
+    adapter_bytes = 0
+    if adapters is not None and config.lora_adapters:
+        layers = LoraLayers(model, packed=packing == "native", dtype=dtype, device=device)
+        adapter_bytes = adapters.measure(config.lora_adapters, layers)
     plan = plan_memory(
         model,
         config,
@@ -88,12 +110,17 @@ def settle(checkpoint: Checkpoint, config: EngineConfig, origins: dict[str, str]
         forms=forms,
         dtype=dtype,
         kv_dtype=TORCH_DTYPES[kv_dtype],
-        memory=device_memory(device),
+        adapter_bytes=adapter_bytes,
+        memory=_memory_of(device, parallel),
     )
+    plan = attrs.evolve(plan, num_parameters=num_parameters)
+    require_room_for_adapters(plan)
     return Settled(
         config=config,
         device=device,
         dtype=dtype,
+        checkpoint=checkpoint,
+        parts=parts,
         model=model,
         packing=packing,
         forms=forms,
@@ -124,6 +151,15 @@ def refuse_quantising(asked: str, *, device: torch.device, dtype: ModelDType) ->
             f"{asked}: quantised weights need the native kernels, and there are none: "
             f"{native.reason()}"
         )
+
+
+def _memory_of(device: torch.device, parallel: TensorParallel) -> DeviceMemory:
+    """What the device has for this rank: ranks on the CPUs of one machine share its memory."""
+    memory = device_memory(device)
+    if device.type != "cpu":
+        return memory
+    ranks = parallel.local_size
+    return attrs.evolve(memory, free=memory.free // ranks, total=memory.total // ranks)
 
 
 def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.device:
@@ -164,6 +200,9 @@ def _explain_unpaged(config: EngineConfig, origins: dict[str, str]) -> None:
 def _explain_chunk_limit(config: EngineConfig, origins: dict[str, str]) -> None:
     """The chunk limit keeps kernels on an accelerator short; CPU scheduling does not use it."""
     origins["max_prefill_chunk_tokens"] = "no effect on a CPU"
+    if config.mixed_batches:
+        limit = min(CPU_MIXED_PROMPT_TOKENS, config.max_num_batched_tokens)
+        origins["mixed_batches"] = f"at most {limit} prompt tokens beside running answers on a CPU"
     if config.max_prefill_chunk_tokens != EngineConfig().max_prefill_chunk_tokens:
         logger.warning(
             "max_prefill_chunk_tokens (%d) has no effect on a CPU: to split prompts there, "
@@ -212,28 +251,3 @@ def _quantise_target(config: EngineConfig, device: torch.device) -> Target:
         return quantise_target(None, None)
     refuse_quantising(asked, device=device, dtype=config.dtype)
     return quantise_target(config.isq, config.topology)
-
-
-def _choose_attention(
-    config: EngineConfig, device: torch.device, origins: dict[str, str]
-) -> tuple[str | None, ModelDType]:
-    """The backend of a paged cache, and the type keys and values are kept in."""
-    if paged_config(config) is None:
-        origins["kv_dtype"] = "the model's dtype"
-        return None, config.dtype
-    on_cpu = device.type == "cpu"  # asking for native kernels may compile them
-    choice = select_backend(
-        device=device.type,
-        dtype=config.dtype.value,
-        native=native.reason() if on_cpu and not native.available() else None,
-    )
-    origins["attention"] = "; not ".join(("automatic", *choice.reasons))
-    kv = select_kv_dtype(
-        choice.name,
-        config.dtype.value,
-        user_dtype=origins["dtype"] == "user",
-        fast_halves=choice.name == "CpuBackend" and has_fast_halves(),
-        environ=os.environ,
-    )
-    origins["kv_dtype"] = kv.origin
-    return choice.name, ModelDType(kv.dtype)

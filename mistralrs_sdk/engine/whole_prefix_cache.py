@@ -23,14 +23,17 @@ class _Entry(Generic[T]):
 class WholePrefixCache(Generic[T]):
     """Keeps the `size` most recently used caches, whatever a cache is, by root and token ids.
 
+    Together they hold at most `max_tokens` tokens, each with its keys and values; None: no limit.
+
     A root stands for everything besides the tokens that decides the keys and values. Finding an
     entry makes it the newest, like storing it. An entry that a longer one of the same root begins
     with is dropped: whatever it could serve, the longer one serves as well. So a conversation of
     ten turns takes one place.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, max_tokens: int | None = None) -> None:
         self.size = size
+        self.max_tokens = max_tokens
         self.num_evictions = 0
         """Entries that had to go to make room."""
         self._entries: list[_Entry[T]] = []
@@ -57,7 +60,8 @@ class WholePrefixCache(Generic[T]):
     def put(self, root: bytes, tokens: Sequence[int], make_value: Callable[[], T | None]) -> None:
         """Keep what `make_value` returns under `tokens`, and let the least recently used go.
 
-        If an entry covers all of the tokens already, it only becomes the newest. None is not kept.
+        If an entry covers all of the tokens already, it only becomes the newest. None is not kept,
+        nor is what alone is over the limit.
         """
         ids = _pack(tokens)
         same_root = [entry for entry in self._entries if entry.root == root]
@@ -65,10 +69,12 @@ class WholePrefixCache(Generic[T]):
             if entry.ids.startswith(ids):
                 self._refresh(entry)
                 return
+        if self.max_tokens is not None and len(tokens) > self.max_tokens:
+            return
         for entry in same_root:
             if ids.startswith(entry.ids):
                 self._entries.remove(entry)
-        while len(self._entries) >= self.size:
+        while len(self._entries) >= self.size or self._is_over_with(len(tokens)):
             del self._entries[0]
             self.num_evictions += 1
         value = make_value()  # after the others went: it may need their memory
@@ -78,6 +84,11 @@ class WholePrefixCache(Generic[T]):
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
+
+    def _is_over_with(self, num_tokens: int) -> bool:
+        """Whether that many tokens more would be too many."""
+        kept = sum(len(entry.ids) for entry in self._entries) // _ID_BYTES
+        return self.max_tokens is not None and kept + num_tokens > self.max_tokens
 
     def _refresh(self, entry: _Entry[T]) -> None:
         self._entries.remove(entry)

@@ -19,13 +19,20 @@ class Model(ModelNames, ModelAdapters, ModelSessions, ModelUnsupported):
     `async with await builder.build() as model`. It belongs to the event loop it was built in.
 
     It can hold several models (`add_model`, `MultiModelBuilder`). Methods then take the id of the
-    one they are for as `model_id`; None and "default" are the default model. An unknown id is a
-    `RequestError` that lists those there are.
+    one they are for as `model_id`; None and "default" are the default model.
+
+    Raises:
+        RequestError: from each method: there is no model of that id; the message lists those there
+            are. Or the model does not do what is asked: chat, or embed.
     """
 
     @classmethod
     async def build(cls, builder: AnyModelBuilder) -> Self:
-        """Do what `builder.build()` promises."""
+        """Do what `builder.build()` promises.
+
+        Raises:
+            ModelLoadError, UnsupportedError: as that.
+        """
         models = ModelRegistry()
         await models.add(builder.source.model_id, builder)
         return cls(models)
@@ -49,7 +56,11 @@ class Model(ModelNames, ModelAdapters, ModelSessions, ModelUnsupported):
         return self._models.default
 
     def set_default_model_id(self, model_id: str) -> None:
-        """Let calls without `model_id` go to this model."""
+        """Let calls without `model_id` go to this model.
+
+        Raises:
+            RequestError: there is none of this id.
+        """
         self._models.default = model_id
 
     async def add_model(self, model_id: str, builder: AnyModelBuilder) -> None:

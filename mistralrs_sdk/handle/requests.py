@@ -39,7 +39,12 @@ class ModelRequests(ModelHandle):
     """
 
     async def chat(self, text: str, *, model_id: str | None = None) -> str:
-        """Answer one user turn greedily; returns the text."""
+        """Answer one user turn greedily; returns the text.
+
+        Raises:
+            RequestError, UnsupportedError, QueueFullError, InferenceError, EngineDeadError,
+                EngineClosedError: as `send_chat_request`.
+        """
         request = TextMessages().add_message("user", text)
         response = await self.send_chat_request(request, model_id=model_id)
         return response.choices[0].message.content or ""
@@ -53,6 +58,8 @@ class ModelRequests(ModelHandle):
 
         Raises:
             RequestError: the request is at fault: empty, too long, refused by the template ...
+            UnsupportedError: a dict has a field that asks for what this package does not do.
+            QueueFullError: as many requests wait as `with_max_queue` allows.
             InferenceError: it failed while running; `partial_response` holds what had come.
             EngineDeadError, EngineClosedError: there is no engine any more.
         """
@@ -70,7 +77,8 @@ class ModelRequests(ModelHandle):
         `ToolLoopStream`, which says between the chunks what its tools do.
 
         Raises:
-            RequestError: as `send_chat_request`, before anything runs.
+            RequestError, UnsupportedError, QueueFullError, EngineDeadError, EngineClosedError: as
+                `send_chat_request`, before anything runs. Reading raises the others.
         """
         asked = as_request(request, streams=True)
         model = await self._chat_model(_chosen(request, model_id))
@@ -98,7 +106,7 @@ class ModelRequests(ModelHandle):
                 constraint of its own or asks for several answers.
             InferenceError: the answer was cut short, or the type refuses it; `partial_response`
                 is the answer.
-            EngineDeadError, EngineClosedError: as for a chat.
+            UnsupportedError, QueueFullError, EngineDeadError, EngineClosedError: as for a chat.
         """
         send = functools.partial(self.send_chat_request, model_id=_chosen(request, model_id))
         return await generate_structured(send, type, request)
@@ -109,11 +117,13 @@ class ModelRequests(ModelHandle):
         """Return the logits at every position of a prompt, and its tokens; nothing is sampled.
 
         Messages become a prompt as for a chat, a str one user turn; token ids are the prompt
-        themselves. It is computed anew, whole and apart from others.
+        themselves. It is computed anew, whole and apart from others. The logits are one tensor
+        [tokens, vocab] in float32.
 
         Raises:
             RequestError: the prompt is at fault, or its logits would take over 2 GiB.
-            InferenceError, EngineDeadError, EngineClosedError: as for a chat.
+            UnsupportedError, QueueFullError, InferenceError, EngineDeadError, EngineClosedError:
+                as for a chat.
         """
         asked = request if _are_ids(request) else as_request(request)
         model = await self._chat_model(_chosen(request, model_id))
@@ -135,7 +145,8 @@ class ModelRequests(ModelHandle):
         highest mean log probability are returned.
 
         Raises:
-            RequestError, InferenceError, EngineDeadError, EngineClosedError: as for a chat.
+            RequestError, QueueFullError, InferenceError, EngineDeadError, EngineClosedError: as for
+                a chat.
         """
         model = await self._chat_model(model_id)
         return await model.complete(prompt, request, echo=echo, best_of=best_of)
@@ -151,7 +162,8 @@ class ModelRequests(ModelHandle):
         """The same in chunks, one per step and choice.
 
         Raises:
-            RequestError: as `send_completion_request`, before anything runs.
+            RequestError, QueueFullError, EngineDeadError, EngineClosedError: as
+                `send_completion_request`, before anything runs. Reading raises the others.
         """
         model = await self._chat_model(model_id)
         return await model.stream_completion(prompt, request, echo=echo)
@@ -170,7 +182,7 @@ class ModelRequests(ModelHandle):
     async def generate_embedding(
         self, text: str | Sequence[int], *, model_id: str | None = None
     ) -> list[float]:
-        """Return the vector of one text, or of its token ids.
+        """Return the vector of one text, or of its token ids: [dimensions].
 
         Raises:
             RequestError: it is empty or too long, or the model was not built to embed.
@@ -183,7 +195,8 @@ class ModelRequests(ModelHandle):
     ) -> list[list[float]]:
         """Return one vector per input, in the order of the inputs; they are computed in batches.
 
-        `request` is an `EmbeddingRequestBuilder`, a list of texts, or a list of lists of ids.
+        `request` is an `EmbeddingRequestBuilder`, a list of texts, or a list of lists of ids. The
+        result is [inputs][dimensions].
 
         Raises:
             RequestError: an input is empty or too long, or the model was not built to embed.
@@ -195,7 +208,7 @@ class ModelRequests(ModelHandle):
     async def send_embedding_request(
         self, request: EmbeddingRequestLike, *, model_id: str | None = None
     ) -> EmbeddingResponse:
-        """The same with the token count, and vectors as float32 arrays.
+        """The same with the token count, and vectors as float32 arrays, each [dimensions].
 
         Raises:
             RequestError, InferenceError, EngineDeadError, EngineClosedError: as
@@ -224,6 +237,7 @@ class ModelRequests(ModelHandle):
         Raises:
             RequestError: the template refuses the messages, or `text` is a str and one of these,
                 which only a template can use, is given.
+            UnsupportedError: as for a chat.
         """
         if isinstance(text, str):
             _refuse_for_text(
@@ -290,6 +304,7 @@ class ModelRequests(ModelHandle):
 
         Raises:
             RequestError: the template refuses the messages, or there is none.
+            UnsupportedError: as for a chat.
             EngineClosedError: the model is unloaded.
         """
         model = self._loaded_chat_model(_chosen(request, model_id))

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import struct
 import subprocess
@@ -21,12 +22,14 @@ from pathlib import Path
 import attrs
 import torch
 
+from mistralrs_sdk.errors import ConfigError
 from mistralrs_sdk.machine import read_text
 from mistralrs_sdk.switches import read_switch
 
 logger = logging.getLogger("mistralrs_sdk.kernels")
 
 SWITCH = "MISTRALRS_NATIVE_KERNELS"
+MORE_FLAGS = "MISTRALRS_KERNEL_CXXFLAGS"
 COMPILERS = ("g++", "clang++", "c++")
 """Tried in this order where CXX names none."""
 FLAGS = (
@@ -151,14 +154,18 @@ def kernel(found: ctypes.CDLL | None, name: str) -> Kernel:
 def outcome() -> Outcome:
     """Build and load the library once per process; a failure is one warning, and no error.
 
-    Raises: ConfigError if MISTRALRS_NATIVE_KERNELS is neither on nor off.
+    Raises: ConfigError if MISTRALRS_NATIVE_KERNELS is neither on nor off, or
+    MISTRALRS_KERNEL_CXXFLAGS has an open quote.
     """
     wanted = "the native kernels where there is a compiler"
     if not read_switch(os.environ, SWITCH, default=True, unset=wanted):
         return Outcome(library=None, reason=f"switched off by {SWITCH}={os.environ[SWITCH]}")
+    more = more_flags(os.environ)
     try:
-        found = load(build())
+        found = load(build((*FLAGS, *more)))
     except NativeError as error:
+        if more:
+            error = NativeError(f"{error}; {MORE_FLAGS} added {shlex.join(more)}: unset it")
         logger.warning("No native kernels: %s. Without them %s.", error, _RATHER)
         return Outcome(library=None, reason=str(error))
     return Outcome(library=found, reason=found.mistralrs_instructions().decode())
@@ -243,6 +250,20 @@ def find_compiler(environ: Mapping[str, str]) -> str:
     raise NativeError(
         f"no C++ compiler ({tried} not found): install one (on Debian: apt install g++) or set CXX"
     )
+
+
+def more_flags(environ: Mapping[str, str]) -> list[str]:
+    """What MISTRALRS_KERNEL_CXXFLAGS adds behind FLAGS, split as a shell would.
+
+    Raises: ConfigError for a quote that is not closed.
+    """
+    text = environ.get(MORE_FLAGS, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{MORE_FLAGS} ({text!r}) cannot be split into flags ({error}): close each quote"
+        ) from error
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:

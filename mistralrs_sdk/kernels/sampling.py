@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from mistralrs_sdk.kernels import native
+from mistralrs_sdk.kernels.row_draws import (
+    TIE_ROOM,
+    block_sums,
+    draw_rows,
+    ranked,
+    ranked_width,
+    weights,
+)
 
 _ROW = struct.Struct("dddddqPPqPqPPq")
 """A `Draw` as `src/sampling.cpp` reads it."""
 _NO_EDITS = (0,) * 8
-
-_BLOCK = 256  # a draw finds its block of tokens first, then the token
-_NUCLEUS = 1024  # tokens ranked for top-p; a row whose mass lies beyond ranks them all
-_TIE_ROOM = 32  # tokens ranked past top-k, to see every tie at its edge
 
 
 @attrs.define(eq=False)
@@ -64,6 +68,10 @@ class Draw:
     """Keep those more likely than this times the best one; below 1."""
     u: float = 0.0
     """The random number, in [0, 1)."""
+
+    def kept_at_most(self, vocab: int) -> int:
+        """How many tokens top-k leaves."""
+        return self.top_k if 0 < self.top_k < vocab else vocab
 
     @property
     def edits(self) -> bool:
@@ -175,7 +183,11 @@ def draw_reference(
             settings = [draws[i] for i in group]
             best[group], settled[group] = _draw(x, _lines(peak, group), settings, width=width)
 
-    drawn = {i: _ranked_width(item, vocab) for i, item in enumerate(draws) if item.temperature}
+    drawn = {
+        i: ranked_width(item.top_k, item.top_p, vocab=vocab)
+        for i, item in enumerate(draws)
+        if item.temperature
+    }
     choose(drawn)
     tokens, peaks, done = torch.stack([best.double(), peak.double(), settled.double()]).tolist()
     late = [i for i in drawn if not done[i] and abs(peaks[i]) < float("inf")]
@@ -198,10 +210,10 @@ def logprobs_reference(
     """What `logprobs` does, in torch on any device, at the cost of one host sync."""
     x = _lines(scores, list(lines))
     peak = x.amax(dim=-1)
-    total = _block_sums(_weights(x, peak)).sum(-1, keepdim=True)
+    total = block_sums(weights(x, peak)).sum(-1, keepdim=True)
     normaliser = peak[:, None].double() + total.log()
     chosen = x.gather(1, torch.tensor(tokens, device=x.device)[:, None])
-    values, ids = _ranked(x, min(top + _TIE_ROOM, x.shape[1]))
+    values, ids = ranked(x, min(top + TIE_ROOM, x.shape[1]))
     reported = torch.cat([chosen, values[:, :top]], dim=1).double() - normaliser
     reported = reported.clamp(lowest, 0.0)
     return torch.cat([reported, ids[:, :top].double()], dim=1).tolist()
@@ -282,107 +294,22 @@ def _entries(x: Tensor, edits: Sequence[tuple[array[int], array[float]]]) -> tup
     )
 
 
-def _top_k(item: Draw, vocab: int) -> int:
-    return item.top_k if 0 < item.top_k < vocab else vocab
-
-
-def _ranked_width(item: Draw, vocab: int) -> int:
-    """How many of the most likely tokens a row needs in order; 0 for none."""
-    top_k = _top_k(item, vocab)
-    if top_k < vocab:
-        width = 1 << (top_k + _TIE_ROOM - 1).bit_length()  # few widths: few groups
-        return min(width, vocab) if width <= _NUCLEUS else vocab
-    return min(_NUCLEUS, vocab) if item.top_p < 1 else 0
-
-
 def _draw(x: Tensor, peak: Tensor, draws: Sequence[Draw], *, width: int) -> tuple[Tensor, Tensor]:
-    """Draw a token per row of x from its `width` best, from all of them if that is 0.
-
-    The second result is False where a filter or a tie reaches past `width`: that token is void.
-    """
-    vocab = x.shape[1]
-    settings = torch.tensor(
-        [(d.temperature, _top_k(d, vocab), d.top_p, d.min_p, d.u) for d in draws],
+    """As `draw_rows`, by the settings of `draws`."""
+    limits = [item.kept_at_most(x.shape[1]) for item in draws]
+    table = torch.tensor(
+        [
+            (item.temperature, limit, item.top_p, item.min_p, item.u)
+            for item, limit in zip(draws, limits, strict=True)
+        ],
         dtype=torch.float64,
         device=x.device,
     )
-    temperature, limit, top_p, min_p, u = settings.split(1, dim=1)
-    temperature, min_p = temperature.float(), min_p.float()
-    if width == 0:
-        weights = _weights(x, peak, temperature)
-        if any(item.min_p for item in draws):
-            weights.mul_(torch.gt(weights, min_p, out=torch.empty_like(weights)))
-        return _pick(weights, u), torch.ones_like(u[:, 0], dtype=torch.bool)
-
-    values, ids = _ranked(x, width)
-    best = torch.exp((values - peak[:, None]) / temperature)
-    through = best.cumsum(-1, dtype=torch.float64)
-    mass = through.gather(1, limit.long().clamp(max=width) - 1)
-    if any(_top_k(item, vocab) > width for item in draws):
-        everything = _block_sums(_weights(x, peak, temperature)).sum(-1, keepdim=True)
-        mass = torch.where(limit > width, everything, mass)
-    rank = torch.arange(width, device=x.device)
-    kept = (rank < limit) & (through - best < top_p * mass) & (best > min_p) | (rank == 0)
-    edge = kept.sum(-1, keepdim=True)
-    beyond = values[:, -1:] < values.gather(1, edge - 1)
-    settled = (edge < width) & beyond | (width == vocab)
-    place = _pick(_padded(best * kept), u).clamp(max=width - 1)  # a row of NaN may point past it
-    return ids.gather(1, place[:, None])[:, 0], settled[:, 0]
-
-
-def _ranked(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest values of each row and their ids, equals by lowest id first.
-
-    If equal values straddle the end, which of them are in is not defined.
-    """
-    if width == x.shape[1]:
-        return torch.sort(x, dim=-1, descending=True, stable=True)
-    values, ids = x.topk(width, sorted=False)
-    ids, order = ids.sort(-1)
-    values, order = torch.sort(values.gather(1, order), dim=-1, descending=True, stable=True)
-    return values, ids.gather(1, order)
-
-
-def _weights(x: Tensor, peak: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """Unnormalised probabilities, the largest being 1; zeros pad the row to whole blocks."""
-    rows, vocab = x.shape
-    padded = x.new_empty(rows, -(-vocab // _BLOCK) * _BLOCK)
-    padded[:, vocab:] = 0.0
-    # the peak goes first: dividing large logits by a tiny temperature would lose their difference
-    body = torch.sub(x, peak[:, None], out=padded[:, :vocab])
-    if temperature is not None:
-        body /= temperature
-    body.exp_()
-    return padded
-
-
-def _padded(weights: Tensor) -> Tensor:
-    short = -weights.shape[1] % _BLOCK
-    return torch.nn.functional.pad(weights, (0, short)) if short else weights
-
-
-def _block_sums(weights: Tensor) -> Tensor:
-    # sums of blocks are added the same way whatever the number of rows or threads
-    return weights.view(weights.shape[0], -1, _BLOCK).sum(-1).double()
-
-
-def _pick(weights: Tensor, u: Tensor) -> Tensor:
-    """Invert the cumulative weights at u [rows, 1]: one index per row, never one of weight 0."""
-    sums = _block_sums(weights)
-    through = sums.cumsum(-1)
-    target = u * through[:, -1:]
-    block = _first_past(sums, through, target)
-    inside = weights.view(weights.shape[0], -1, _BLOCK)
-    inside = inside.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double()
-    before = (through - sums).gather(1, block)
-    token = _first_past(inside, inside.cumsum(-1), target - before)
-    return (block * _BLOCK + token)[:, 0]
-
-
-def _first_past(weights: Tensor, through: Tensor, target: Tensor) -> Tensor:
-    """First index whose cumulative weight exceeds the target; else the last possible one."""
-    possible = weights > 0
-    hit = possible & (through > target)
-    first = hit.int().argmax(-1, keepdim=True)
-    last = weights.shape[1] - 1 - possible.flip(-1).int().argmax(-1, keepdim=True)
-    return torch.where(hit.any(-1, keepdim=True), first, last)
+    return draw_rows(
+        x,
+        peak,
+        table,
+        width=width,
+        filters=any([item.min_p for item in draws]),
+        passes=max(limits) > width,
+    )

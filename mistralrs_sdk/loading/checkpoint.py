@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+ReadPart = Callable[[slice, slice], "torch.Tensor"]
+"""Reads some rows and, of a matrix, some columns: slices with a start and a stop."""
+
+
 @attrs.frozen(kw_only=True)
 class StoredBlocks:
     """A matrix that is stored in quantised GGML blocks, not yet read."""
@@ -20,6 +24,8 @@ class StoredBlocks:
     ggml_type: str
     load: Callable[[], torch.Tensor]
     """Reads them as they are: uint8 [rows, bytes of a row], rows in Hugging Face's order."""
+    load_part: ReadPart | None = None
+    """Reads no more than a part, of whole heads and of columns that fill blocks."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,6 +37,8 @@ class TensorSource:
     """Reads it: Hugging Face layout, in the file's float type (block-quantised ones in float32)."""
     blocks: StoredBlocks | None = None
     """The same without dequantising, where the file has blocks."""
+    load_part: ReadPart | None = None
+    """Reads no more than a part, of whole heads; None where all must be read for it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,6 +55,8 @@ class TokenizerFiles:
     chat_template: str | None
     template_source: str | None
     """Where the template came from, in words, for `describe()`."""
+    unk_token: str | None = None
+    """The token of unknown text; some templates ask for it."""
     response_template: Mapping[str, Any] | None = None
     """How answers are written, of a tokenizer_config.json that says so."""
 

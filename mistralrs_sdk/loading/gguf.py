@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
@@ -35,8 +37,10 @@ from mistralrs_sdk.quant.ggml import (
 )
 
 
-def open_gguf(path: Path) -> Checkpoint:
+def open_gguf(path: Path, *, tokenizer: Tokenizer | None = None) -> Checkpoint:
     """Open a GGUF file: read and check its header, leave the weights on disk.
+
+    `tokenizer` takes the place of the file's own, which then need not be one we can build.
 
     A split file is opened from any of its shards. The file stays mapped until the returned
     checkpoint and its tensors are dropped; every `load()` returns memory of its own.
@@ -64,16 +68,12 @@ def open_gguf(path: Path) -> Checkpoint:
     names = hf_names(stored, architecture)
     tensors = {}
     for name, (shard, tensor) in stored.items():
-        fix = tensor_fix(
-            name,
-            architecture,
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-        )
+        fix = _fix_of(name, architecture, config, tensor.shape)
         tensors[names[name]] = TensorSource(
             shape=tensor.shape,
             load=partial(_load, shard.data, tensor, fix),
             blocks=_blocks(shard.data, tensor, fix),
+            load_part=partial(_load_part, shard.data, tensor, fix),
         )
     num_tokens = len(metadata.sequence("tokenizer.ggml.tokens") or ())
     if num_tokens > config["vocab_size"]:
@@ -86,7 +86,7 @@ def open_gguf(path: Path) -> Checkpoint:
         files=tuple(shard.path for shard in shards),
         config=config,
         tensors=tensors,
-        tokenizer=tokenizer_from_gguf(metadata),
+        tokenizer=tokenizer_from_gguf(metadata, replaced=tokenizer),
         generation_config={},
         format=_describe(tensor for _, tensor in stored.values()),
     )
@@ -379,6 +379,49 @@ def _describe(tensors: Iterable[GgufTensor]) -> str:
     return "gguf, " + ", ".join(f"{name} x{count}" for name, count in counts.most_common())
 
 
+def _fix_of(
+    name: str, architecture: str, config: Mapping[str, Any], shape: tuple[int, ...]
+) -> Callable[[Tensor], Tensor] | None:
+    """What turns a tensor, or some heads of it, from the file's layout into Hugging Face's."""
+
+    def fix_for(rows: int) -> Callable[[Tensor], Tensor] | None:
+        return tensor_fix(
+            name,
+            architecture,
+            num_heads=config["num_attention_heads"] * rows // shape[0],
+            num_kv_heads=config["num_key_value_heads"] * rows // shape[0],
+        )
+
+    if fix_for(shape[0]) is None:
+        return None
+
+    def fix(part: Tensor) -> Tensor:
+        fitting = fix_for(part.shape[0])
+        assert fitting is not None, "the same for all parts of a tensor"
+        return fitting(part)
+
+    return fix
+
+
+def _load_part(
+    data: mmap.mmap,
+    tensor: GgufTensor,
+    fix: Callable[[Tensor], Tensor] | None,
+    rows: slice,
+    columns: slice,
+) -> Tensor:
+    kind = GGML_TYPES[tensor.type_code]
+    cut = columns
+    if len(tensor.shape) == 1 or columns.start % kind.block_size or columns.stop % kind.block_size:
+        cut = slice(0, math.prod(tensor.shape[1:]))  # blocks are read whole
+    count = rows.stop - rows.start
+    shape = (count,) if len(tensor.shape) == 1 else (count, cut.stop - cut.start)
+    result = read_stored(_raw_part(data, tensor, rows, cut).flatten(), kind, shape)
+    if len(shape) == 2 and cut != columns:
+        result = result[:, columns].contiguous()
+    return result if fix is None else fix(result)
+
+
 def _load(data: mmap.mmap, tensor: GgufTensor, fix: Callable[[Tensor], Tensor] | None) -> Tensor:
     result = read_stored(_raw(data, tensor), GGML_TYPES[tensor.type_code], tensor.shape)
     return result if fix is None else fix(result)
@@ -396,7 +439,11 @@ def _blocks(
         rows = _raw(data, tensor).view(tensor.shape[0], -1)
         return rows if fix is None else fix(rows)
 
-    return StoredBlocks(ggml_type=kind.name, load=load)
+    def load_part(rows: slice, columns: slice) -> Tensor:
+        part = _raw_part(data, tensor, rows, columns)
+        return part if fix is None else fix(part)
+
+    return StoredBlocks(ggml_type=kind.name, load=load, load_part=load_part)
 
 
 def _raw(data: mmap.mmap, tensor: GgufTensor) -> Tensor:
@@ -404,3 +451,16 @@ def _raw(data: mmap.mmap, tensor: GgufTensor) -> Tensor:
     end = tensor.start + GGML_TYPES[tensor.type_code].num_bytes(math.prod(tensor.shape))
     with memoryview(data) as view, view[tensor.start : end] as stored:
         return torch.frombuffer(bytearray(stored), dtype=torch.uint8)
+
+
+def _raw_part(data: mmap.mmap, tensor: GgufTensor, rows: slice, columns: slice) -> Tensor:
+    """The bytes of some rows, and of columns that fill blocks: copied, uint8 [rows, bytes]."""
+    kind = GGML_TYPES[tensor.type_code]
+    row_bytes = kind.num_bytes(math.prod(tensor.shape[1:]))
+    start, end = (tensor.start + row * row_bytes for row in (rows.start, rows.stop))
+    first, last = kind.num_bytes(columns.start), kind.num_bytes(columns.stop)
+    with memoryview(data) as view, view[start:end] as stored:
+        matrix = np.frombuffer(stored, dtype=np.uint8).reshape(-1, row_bytes)
+        part = torch.from_numpy(matrix[:, first:last].copy())
+        del matrix  # it holds on to the map
+    return part

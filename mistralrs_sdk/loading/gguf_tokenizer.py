@@ -24,8 +24,10 @@ from mistralrs_sdk.loading.gguf_metadata import GgufMetadata
 _LOGGER = logging.getLogger("mistralrs_sdk.loading")
 
 
-def tokenizer_from_gguf(metadata: GgufMetadata) -> TokenizerFiles:
-    """Build the tokenizer from the `tokenizer.*` keys.
+def tokenizer_from_gguf(
+    metadata: GgufMetadata, *, replaced: Tokenizer | None = None
+) -> TokenizerFiles:
+    """Build the tokenizer from the `tokenizer.*` keys; `replaced` takes its place.
 
     Without `add_bos_token`, a BOS is put in front if the model is SentencePiece, or the
     pre-tokenizer is one of Llama 3's or Tekken; never if there is no `bos_token_id`. A turn ends at
@@ -36,15 +38,12 @@ def tokenizer_from_gguf(metadata: GgufMetadata) -> TokenizerFiles:
     or a pre-tokenizer that we cannot reproduce exactly.
     """
     model = metadata.text("tokenizer.ggml.model")
-    if model is None:
-        raise metadata.missing("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama"):
-        raise UnsupportedError(
-            f"{metadata.source}: tokenizer.ggml.model {model!r} is not supported; "
-            f"supported: gpt2 (byte-level BPE), llama (SentencePiece)"
-        )
+    if replaced is None:
+        _check_model(metadata, model)
     vocabulary = _read_vocabulary(metadata)
-    if model == "gpt2":
+    if replaced is not None:
+        tokenizer, adds_bos = replaced, False
+    elif model == "gpt2":
         pre = _pre_tokenizer(metadata)
         tokenizer, adds_bos = _byte_level(vocabulary, pre, metadata), pre.adds_bos
         _add_special_tokens(tokenizer, vocabulary, in_normalised_text=False)
@@ -56,9 +55,38 @@ def tokenizer_from_gguf(metadata: GgufMetadata) -> TokenizerFiles:
         # With a prefix, normalising the token itself would put a space in front of it.
         _add_special_tokens(tokenizer, vocabulary, in_normalised_text=not prefix)
 
-    bos, eos = vocabulary.ids.get("bos"), vocabulary.ids.get("eos")
+    named = {name: vocabulary.tokens[index] for name, index in vocabulary.ids.items()}
+    template = metadata.text("tokenizer.chat_template")
+    return TokenizerFiles(
+        tokenizer=tokenizer,
+        bos_token=named.get("bos"),
+        eos_token=named.get("eos"),
+        unk_token=named.get("unk"),
+        eos_token_ids=_turn_ends(vocabulary),
+        adds_bos=replaced is None and _put_bos(tokenizer, vocabulary, metadata, usual=adds_bos),
+        chat_template=template,
+        template_source=None if template is None else "GGUF metadata",
+    )
+
+
+def _check_model(metadata: GgufMetadata, model: str | None) -> None:
+    if model is None:
+        raise metadata.missing("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedError(
+            f"{metadata.source}: tokenizer.ggml.model {model!r} is not supported; "
+            f"supported: gpt2 (byte-level BPE), llama (SentencePiece); or give the model's "
+            "tokenizer.json with with_tokenizer_json()"
+        )
+
+
+def _put_bos(
+    tokenizer: Tokenizer, vocabulary: _Vocabulary, metadata: GgufMetadata, *, usual: bool
+) -> bool:
+    """Let the tokenizer put a BOS in front if the file says so, or such models usually do."""
+    bos = vocabulary.ids.get("bos")
     stated = metadata.flag("tokenizer.ggml.add_bos_token")
-    adds_bos = adds_bos if stated is None else stated
+    adds_bos = usual if stated is None else stated
     if bos is None and adds_bos:
         if stated:
             _warn(metadata, "add_bos_token is set, but no bos_token_id: no BOS is added")
@@ -72,16 +100,7 @@ def tokenizer_from_gguf(metadata: GgufMetadata) -> TokenizerFiles:
             pair=["bos", "$A", "bos:1", "$B:1"],
             special_tokens=[{"id": "bos", "ids": [bos], "tokens": [vocabulary.tokens[bos]]}],
         )
-    template = metadata.text("tokenizer.chat_template")
-    return TokenizerFiles(
-        tokenizer=tokenizer,
-        bos_token=None if bos is None else vocabulary.tokens[bos],
-        eos_token=None if eos is None else vocabulary.tokens[eos],
-        eos_token_ids=_turn_ends(vocabulary),
-        adds_bos=adds_bos,
-        chat_template=template,
-        template_source=None if template is None else "GGUF metadata",
-    )
+    return adds_bos
 
 
 # Values of tokenizer.ggml.token_type.
@@ -231,7 +250,8 @@ def _pre_tokenizer(metadata: GgufMetadata) -> _PreTokenizer:
     if name not in _PRE_TOKENIZERS:
         raise UnsupportedError(
             f"{metadata.source}: pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; "
-            f"supported: {', '.join(sorted(_PRE_TOKENIZERS))}"
+            f"supported: {', '.join(sorted(_PRE_TOKENIZERS))}; or give the model's tokenizer.json "
+            "with with_tokenizer_json()"
         )
     return _PRE_TOKENIZERS[name]
 

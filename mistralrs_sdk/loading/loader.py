@@ -56,10 +56,11 @@ def open_checkpoint(source: ModelSource, *, progress: Progress | None = None) ->
         checkpoint = open_folder(path, name=source.model_id, tokenizer_json=replaced or None)
         tokenizer = checkpoint.tokenizer
     else:
-        checkpoint = attrs.evolve(open_gguf(path), name=source.model_id)
+        own = load_tokenizer(replaced) if replaced else None
+        checkpoint = attrs.evolve(open_gguf(path, tokenizer=own), name=source.model_id)
         tokenizer = checkpoint.tokenizer
-        if replaced:
-            tokenizer = with_tokenizer(tokenizer, load_tokenizer(replaced))
+        if own is not None:
+            tokenizer = with_tokenizer(tokenizer, own)
     return attrs.evolve(checkpoint, tokenizer=_choose_template(tokenizer, source))
 
 

@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from mistralrs_sdk.errors import ModelLoadError
 from mistralrs_sdk.loading.checkpoint import Checkpoint
@@ -123,9 +126,15 @@ def open_file(file: Path) -> list[StoredTensor]:
             dtype=dtype,
             shape=shape,
             load=partial(handle.get_tensor, name),
+            load_part=partial(_load_part, handle, name, len(shape)),
         )
         for name, dtype, shape in found
     ]
+
+
+def _load_part(handle: Any, name: str, dimensions: int, rows: slice, columns: slice) -> Tensor:
+    part = handle.get_slice(name)
+    return part[rows] if dimensions == 1 else part[rows, columns]
 
 
 def _sizes(file: Path) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
-from mistralrs_sdk.loading.checkpoint import TensorSource
+from mistralrs_sdk.loading.checkpoint import ReadPart, TensorSource
 
 FLOAT_TYPES = ("BF16", "F16", "F32", "F64")
 FLOAT8_TYPES = ("F8_E4M3", "F8_E5M2")
@@ -34,6 +34,7 @@ class StoredTensor:
     """As safetensors writes it, for example "BF16" or "I32"."""
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
+    load_part: ReadPart | None = None
 
 
 Parts = Mapping[str, StoredTensor]
@@ -67,7 +68,7 @@ def float_source(tensor: StoredTensor) -> TensorSource:
             f"tensor {tensor.name!r} in {tensor.file} has type {tensor.dtype}: supported are "
             f"{', '.join(FLOAT_TYPES)}"
         )
-    return TensorSource(shape=tensor.shape, load=tensor.load)
+    return TensorSource(shape=tensor.shape, load=tensor.load, load_part=tensor.load_part)
 
 
 def need(parts: Parts, leaf: str) -> StoredTensor:

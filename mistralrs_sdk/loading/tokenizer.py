@@ -48,6 +48,7 @@ def read_tokenizer(
         adds_bos=prefix is not None and prefix == bos,
         chat_template=template,
         template_source=origin,
+        unk_token=_token_text(settings.get("unk_token")),
         response_template=settings.get("response_template"),
     )
 

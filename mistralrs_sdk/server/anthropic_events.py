@@ -9,7 +9,7 @@ from mistralrs_sdk import ChatCompletionChunkResponse, ToolCallResponse, Usage
 from mistralrs_sdk.server.errors import HttpError
 from mistralrs_sdk.server.translation import Event, new_id
 
-_Kind = Literal["text", "thinking"]
+_Kind = Literal["text", "thinking", "tool_use"]
 
 
 class MessageAnswer:
@@ -33,6 +33,11 @@ class MessageAnswer:
         self._max_tokens = max_tokens
         self._kind: _Kind | None = None
         self._texts: list[str] = []
+        self._num_blocks = 0
+        """Those that were begun and ended; some may not have been kept."""
+        self._call: ToolCallResponse | None = None
+        """Whose block is open, or the last one was."""
+        self._call_blocks: dict[int, dict[str, Any]] = {}
         self._thoughts: list[str] = []
         self._usage: Usage | None = None
         self._finish_reason: str | None = None
@@ -53,13 +58,14 @@ class MessageAnswer:
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
             delta = choice.delta
+            events += self._withdraw(choice.withdrawn_tool_calls)
             if delta.reasoning_content:
                 self._thoughts.append(delta.reasoning_content)
                 events += self._grow("thinking", delta.reasoning_content)
             if delta.content:
                 events += self._grow("text", delta.content)
             for call in delta.tool_calls or ():
-                events += self._call(call)
+                events += self._grow_call(call)
             if choice.finish_reason is not None:
                 self._finish_reason = choice.finish_reason
                 self._stopped_by = choice.stop_reason
@@ -107,28 +113,56 @@ class MessageAnswer:
         grown = {"type": f"{kind}_delta", kind: delta}
         return [*events, self._event("content_block_delta", delta=grown)]
 
-    def _call(self, call: ToolCallResponse) -> list[Event]:
-        events = self._close()
-        block = {"type": "tool_use", "id": call.id, "name": call.function.name}
+    def _grow_call(self, call: ToolCallResponse) -> list[Event]:
+        events: list[Event] = []
+        if not call.continues:
+            events += self._close()
+            self._kind, self._call = "tool_use", call
+            block = _call_block(call, {})
+            events.append(self._event("content_block_start", content_block=block))
+        self._texts.append(call.function.arguments)
         grown = {"type": "input_json_delta", "partial_json": call.function.arguments}
-        events += [
-            self._event("content_block_start", content_block={**block, "input": {}}),
-            self._event("content_block_delta", delta=grown),
-            self._event("content_block_stop"),
-        ]
-        self.message["content"].append({**block, "input": json.loads(call.function.arguments)})
+        return [*events, self._event("content_block_delta", delta=grown)]
+
+    def _withdraw(self, indices: tuple[int, ...]) -> list[Event]:
+        """End and forget the blocks of calls that are none; their text comes as text."""
+        events: list[Event] = []
+        if self._kind == "tool_use" and self._call is not None and self._call.index in indices:
+            events.append(self._end_block())
+        for index in indices:
+            block = self._call_blocks.pop(index, None)
+            if block is not None:
+                self.message["content"].remove(block)
         return events
 
     def _close(self) -> list[Event]:
+        """End the block that is open, and keep it."""
         if self._kind is None:
             return []
-        events = [self._event("content_block_stop")]
-        self.message["content"].append(_block(self._kind, "".join(self._texts)))
+        full = "".join(self._texts)
+        if self._kind == "tool_use" and self._call is not None:
+            block = _call_block(self._call, json.loads(full))
+            self._call_blocks[self._call.index] = block
+        else:
+            block = _block(self._kind, full)
+            kept = self.message["content"]
+            if kept and kept[-1]["type"] == self._kind == "text":  # a call between was none
+                block = _block("text", kept.pop()["text"] + full)
+        self.message["content"].append(block)
+        return [self._end_block()]
+
+    def _end_block(self) -> Event:
+        event = self._event("content_block_stop")
         self._kind, self._texts = None, []
-        return events
+        self._num_blocks += 1
+        return event
 
     def _event(self, type: str, **fields: Any) -> Event:
-        return {"type": type, "index": len(self.message["content"]), **fields}
+        return {"type": type, "index": self._num_blocks, **fields}
+
+
+def _call_block(call: ToolCallResponse, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments}
 
 
 def _block(kind: _Kind, content: str) -> dict[str, Any]:

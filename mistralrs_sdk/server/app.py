@@ -17,6 +17,7 @@ from mistralrs_sdk import MistralRsError, Model
 from mistralrs_sdk.server import (
     adapters,
     anthropic_api,
+    approvals,
     chat,
     completions,
     embeddings,
@@ -25,10 +26,11 @@ from mistralrs_sdk.server import (
     openapi,
     responses_api,
     sessions,
+    system,
     tokens,
     web_page,
 )
-from mistralrs_sdk.server.errors import HttpError, error_response
+from mistralrs_sdk.server.errors import HttpError, error_response, route_path
 from mistralrs_sdk.server.middleware import CatchErrors, Observe, RequireKey
 from mistralrs_sdk.server.responses_store import ResponsesStore
 from mistralrs_sdk.server.settings import ServerSettings
@@ -48,6 +50,7 @@ def create_app(model: Model, *, settings: ServerSettings | None = None) -> Starl
     settings = settings or ServerSettings()
     counted = metrics.ServerMetrics()
     responses = ResponsesStore()
+    waiting = approvals.WaitingCalls()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -55,7 +58,7 @@ def create_app(model: Model, *, settings: ServerSettings | None = None) -> Starl
         await responses.aclose()
 
     app = Starlette(
-        routes=_routes(settings, responses),
+        routes=_routes(settings, responses, waiting),
         lifespan=lifespan,
         middleware=_middleware(settings, counted),
         exception_handlers={
@@ -67,11 +70,14 @@ def create_app(model: Model, *, settings: ServerSettings | None = None) -> Starl
     app.state.settings = settings
     app.state.metrics = counted
     app.state.responses = responses
+    app.state.approvals = waiting
     app.state.started = models.now()
     return app
 
 
-def _routes(settings: ServerSettings, responses: ResponsesStore) -> list[Route]:
+def _routes(
+    settings: ServerSettings, responses: ResponsesStore, waiting: approvals.WaitingCalls
+) -> list[Route]:
     page = web_page.routes() if settings.web_page else [Route("/", _say_ok, methods=["GET"])]
     return [
         *page,
@@ -83,6 +89,8 @@ def _routes(settings: ServerSettings, responses: ResponsesStore) -> list[Route]:
         *tokens.routes(),
         *adapters.routes(may_change=settings.allow_runtime_adapters),
         *sessions.routes(),
+        *approvals.routes(waiting),
+        *system.routes(may_diagnose=settings.allow_diagnostics),
         *models.routes(),
         *metrics.routes(metrics=settings.metrics),
         *(openapi.routes() if settings.docs else []),
@@ -113,10 +121,18 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # Starlette's own: no such path, or not this method
         what = f"{request.method} {request.url.path}"
         hint = "/docs lists what there is" if request.app.state.settings.docs else "check the path"
-        error = HttpError(
-            error.status_code, f"{error.detail}: {what}; {hint}", headers=error.headers
-        )
-    return error_response(error)
+        headers = {"allow": _allowed(request)} if error.status_code == 405 else error.headers
+        error = HttpError(error.status_code, f"{error.detail}: {what}; {hint}", headers=headers)
+    return error_response(error, request.scope)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of a path; Starlette tells those of its first route only."""
+    path = route_path(request.scope)
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    first = next(route for route in routes if route.path_regex.match(path))
+    found = [route.methods or () for route in routes if route.path == first.path]
+    return ", ".join(sorted(set().union(*found)))
 
 
 async def _say_ok(request: Request) -> Response:

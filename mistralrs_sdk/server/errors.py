@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: statuses, OpenAI's error shape, checked bodies."""
+"""What a client is told when something is wrong: statuses, error shapes, checked bodies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from mistralrs_sdk import (
     AdapterError,
     ConfigError,
+    DeadlineError,
     EngineClosedError,
     EngineDeadError,
     InferenceError,
@@ -46,7 +48,19 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATH = "/v1/messages"
 
 
 class HttpError(Exception):
@@ -93,6 +107,10 @@ def as_http_error(exc: BaseException) -> HttpError:
         return HttpError(400, message, code="unsupported")
     if isinstance(exc, ModelLoadError):
         return HttpError(503, message, code="model_not_loaded")
+    if isinstance(exc, DeadlineError):
+        # clients would ask again by themselves, and wait as long again
+        once = {"x-should-retry": "false"}
+        return HttpError(504, message, code="deadline_exceeded", headers=once)
     if isinstance(exc, InferenceError):
         return HttpError(500, message, code="inference_failed")
     if isinstance(exc, ClientDisconnect):
@@ -106,10 +124,26 @@ def error_body(exc: BaseException) -> dict[str, Any]:
     return _body(as_http_error(exc), exc)
 
 
-def error_response(exc: BaseException) -> JSONResponse:
-    """Return the response for an exception, in OpenAI's shape."""
+def anthropic_error_body(exc: BaseException) -> dict[str, Any]:
+    """Return Anthropic's error object for an exception."""
     error = as_http_error(exc)
-    return JSONResponse(_body(error, exc), status_code=error.status, headers=error.headers)
+    kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, kind)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(exc: BaseException, scope: Scope) -> JSONResponse:
+    """Return the response for an exception, in the shape of the API that was asked."""
+    error = as_http_error(exc)
+    path = route_path(scope)
+    anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+    body = anthropic_error_body(error) if anthropic else _body(error, exc)
+    return JSONResponse(body, status_code=error.status, headers=error.headers)
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path that was asked for, without that of the app this one is mounted in."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def error_type(status: int) -> str:

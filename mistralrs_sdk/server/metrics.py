@@ -214,7 +214,7 @@ _COUNTERS = {
 }
 _BY_REASON = {
     "mistralrs_sequences_completed": ("completed", "Sequences that ran and ended."),
-    "mistralrs_sequences_rejected": ("rejected", "Sequences that could never run."),
+    "mistralrs_sequences_rejected": ("rejected", "Sequences that never ran."),
 }
 _HISTOGRAMS = {
     "mistralrs_time_to_first_token_seconds": (

@@ -13,7 +13,7 @@ import attrs
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mistralrs_sdk.server.errors import HttpError, error_response
+from mistralrs_sdk.server.errors import HttpError, error_response, route_path
 from mistralrs_sdk.server.settings import ServerSettings
 from mistralrs_sdk.server.web_page import STATS_PATH
 
@@ -148,13 +148,12 @@ class RequireKey:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in self._open_paths:
+        if route_path(scope) in self._open_paths:
             return True
         headers = Headers(scope=scope)
         kind, _, given = headers.get("authorization", "").partition(" ")
@@ -164,7 +163,7 @@ class RequireKey:
 
 
 class CatchErrors:
-    """Turns what no handler foresaw into a 500 in OpenAI's shape; innermost, so that it is seen."""
+    """Turns what no handler foresaw into a 500 in the API's shape; innermost: it must be seen."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -182,7 +181,7 @@ class CatchErrors:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:

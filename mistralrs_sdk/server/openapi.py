@@ -6,154 +6,13 @@ import html
 import json
 from typing import Any
 
-import attrs
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from mistralrs_sdk import __version__
+from mistralrs_sdk.server.openapi_operations import OPERATIONS, Operation
 from mistralrs_sdk.server.openapi_schemas import SCHEMAS
-
-
-@attrs.frozen
-class Operation:
-    """One endpoint, as it is described."""
-
-    method: str
-    path: str
-    summary: str
-    body: str | None = None
-    """The name of the schema of its request."""
-    answer: str = "application/json"
-    streams: bool = False
-    query: tuple[str, ...] = ()
-    statuses: tuple[int, ...] = ()
-    """Which errors it may answer with, beside those that any may."""
-
-
-_MODEL = ("model",)
-_ANSWERS = (400, 404, 413, 429, 500, 503)
-_CHANGES = (400, 404, 413, 503)
-
-OPERATIONS = (
-    Operation(
-        "post",
-        "/v1/chat/completions",
-        "Answer a chat (OpenAI)",
-        "ChatCompletionRequest",
-        streams=True,
-        statuses=_ANSWERS,
-    ),
-    Operation(
-        "post",
-        "/v1/completions",
-        "Continue a prompt (OpenAI)",
-        "CompletionRequest",
-        streams=True,
-        statuses=_ANSWERS,
-    ),
-    Operation(
-        "post",
-        "/v1/embeddings",
-        "Embed texts (OpenAI)",
-        "EmbeddingRequest",
-        statuses=_ANSWERS,
-    ),
-    Operation(
-        "post",
-        "/v1/responses",
-        "Answer with items (OpenAI)",
-        "ResponsesRequest",
-        streams=True,
-        statuses=_ANSWERS,
-    ),
-    Operation("get", "/v1/responses/{response_id}", "Fetch a response", statuses=(404,)),
-    Operation("delete", "/v1/responses/{response_id}", "Delete a response", statuses=(404,)),
-    Operation(
-        "post",
-        "/v1/responses/{response_id}/cancel",
-        "Cancel a response in the background",
-        statuses=(400, 404),
-    ),
-    Operation(
-        "get",
-        "/v1/responses/{response_id}/input_items",
-        "What a response was asked with",
-        statuses=(400, 404),
-    ),
-    Operation(
-        "post",
-        "/v1/responses/input_tokens",
-        "Count the tokens of a request for a response",
-        "ResponsesRequest",
-        statuses=_ANSWERS,
-    ),
-    Operation(
-        "post",
-        "/v1/messages",
-        "Answer a chat (Anthropic)",
-        "MessagesRequest",
-        streams=True,
-        statuses=_ANSWERS,
-    ),
-    Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        "Count the tokens of a chat (Anthropic)",
-        "CountTokensRequest",
-        statuses=_ANSWERS,
-    ),
-    Operation("post", "/tokenize", "Text or messages to ids", "TokenizeRequest", statuses=_CHANGES),
-    Operation("post", "/detokenize", "Ids to text", "DetokenizeRequest", statuses=_CHANGES),
-    Operation("get", "/v1/models", "List models and adapters"),
-    Operation("get", "/v1/models/{model_id}", "Describe a model", statuses=(404,)),
-    Operation("post", "/v1/models/status", "Where a model is", "ModelIdRequest", statuses=_CHANGES),
-    Operation(
-        "post", "/v1/models/unload", "Free a model's memory", "ModelIdRequest", statuses=_CHANGES
-    ),
-    Operation(
-        "post", "/v1/models/reload", "Load a model again", "ModelIdRequest", statuses=_CHANGES
-    ),
-    Operation("post", "/re_isq", "Quantise a running model", "ReIsqRequest", statuses=_CHANGES),
-    Operation(
-        "get", "/v1/lora_adapters", "List LoRA adapters", query=_MODEL, statuses=(400, 404, 409)
-    ),
-    Operation(
-        "post",
-        "/v1/load_lora_adapter",
-        "Load a LoRA adapter",
-        "LoadAdapterRequest",
-        statuses=(*_CHANGES, 409),
-    ),
-    Operation(
-        "post",
-        "/v1/unload_lora_adapter",
-        "Unload a LoRA adapter",
-        "UnloadAdapterRequest",
-        statuses=(*_CHANGES, 409),
-    ),
-    Operation(
-        "get", "/v1/sessions/{session_id}", "Export a session", query=_MODEL, statuses=(400, 404)
-    ),
-    Operation(
-        "put",
-        "/v1/sessions/{session_id}",
-        "Import a session",
-        "Session",
-        query=_MODEL,
-        statuses=_CHANGES,
-    ),
-    Operation(
-        "delete",
-        "/v1/sessions/{session_id}",
-        "Delete a session",
-        query=_MODEL,
-        statuses=(400, 404),
-    ),
-    Operation("get", "/v1/system/stats", "What runs now", query=_MODEL, statuses=(404, 503)),
-    Operation("get", "/health", "Whether it can answer", answer="text/plain", statuses=(503,)),
-    Operation("get", "/metrics", "Counters for Prometheus", answer="text/plain", statuses=(503,)),
-)
 
 _OPEN = ("/health",)
 _WHAT = {
@@ -165,6 +24,7 @@ _WHAT = {
     429: "Too many requests wait; Retry-After says when to try again",
     500: "The request failed while it ran",
     503: "The engine is dead, or the model cannot be loaded",
+    504: "The deadline of the request passed",
 }
 
 
@@ -215,37 +75,41 @@ def description(request: Request) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, *, needs_key: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {operation.answer: {}}
+    schema = {} if operation.schema is None else {"schema": _named(operation.schema)}
+    content: dict[str, Any] = {operation.answer: schema}
     if operation.streams:
         content["text/event-stream"] = {}
     answers: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
     errors = (*operation.statuses, *((401,) if needs_key else ()))
     for status in sorted(errors):
-        error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+        error = {"application/json": {"schema": _named(operation.error)}}
         answers[str(status)] = {"description": _WHAT[status], "content": error}
     described: dict[str, Any] = {"summary": operation.summary, "responses": answers}
     names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     parameters = [_parameter(name, "path") for name in names]
-    parameters += [_parameter(name, "query") for name in operation.query]
+    parameters += [_parameter(name, "query", schema) for name, schema in operation.query.items()]
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:
-        schema = {"$ref": f"#/components/schemas/{operation.body}"}
         described["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": schema}},
+            "content": {"application/json": {"schema": _named(operation.body)}},
         }
     if needs_key:
         described["security"] = [{"key": []}]
     return described
 
 
-def _parameter(name: str, place: str) -> dict[str, Any]:
+def _named(schema: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{schema}"}
+
+
+def _parameter(name: str, place: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "name": name,
         "in": place,
         "required": place == "path",
-        "schema": {"type": "string"},
+        "schema": {"type": "string", "minLength": 1} if schema is None else schema,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from mistralrs_sdk import (
 from mistralrs_sdk.server.errors import as_http_error
 from mistralrs_sdk.server.translation import Event, new_id
 
-_Kind = Literal["message", "reasoning"]
+_Kind = Literal["message", "reasoning", "function_call"]
 
 
 class ResponseAnswer:
@@ -33,6 +34,11 @@ class ResponseAnswer:
         self._number = 0
         self._kind: _Kind | None = None
         self._item_id = ""
+        self._num_items = 0
+        """Those that were begun and ended; some may not have been kept."""
+        self._call: ToolCallResponse | None = None
+        """Whose item is open, or the last one was."""
+        self._call_items: dict[int, dict[str, Any]] = {}
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -56,6 +62,7 @@ class ResponseAnswer:
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
             delta = choice.delta
+            events += self._withdraw(choice.withdrawn_tool_calls)
             self._held += _token_logprobs(choice.logprobs)
             if delta.reasoning_content:
                 events += self._open("reasoning")
@@ -68,7 +75,7 @@ class ResponseAnswer:
                     self._grow("response.output_text.delta", delta.content, logprobs=self._held)
                 )
             for call in delta.tool_calls or ():
-                events += self._call(call)
+                events += self._grow_call(call)
             if delta.reasoning_content or delta.content or delta.tool_calls:
                 self._held = []
             self._finish_reason = choice.finish_reason or self._finish_reason
@@ -94,12 +101,15 @@ class ResponseAnswer:
         """End it with an error."""
         self.error = exc
         self._close("incomplete")
+        error = as_http_error(exc)
         code = "server_error"
         if isinstance(exc, RequestError):
             code = "invalid_prompt"
         elif isinstance(exc, QueueFullError):
             code = "rate_limit_exceeded"
-        self.response["error"] = {"code": code, "message": as_http_error(exc).message}
+        elif error.status == 504 and error.code is not None:
+            code = error.code
+        self.response["error"] = {"code": code, "message": error.message}
         return [self._ended("failed", "response.failed")]
 
     def cancel(self) -> None:
@@ -129,6 +139,8 @@ class ResponseAnswer:
         if kind is None:
             return []
         full = "".join(self._texts)
+        if kind == "function_call":
+            return self._close_call(full)
         part = _part(kind, full, self._logprobs)
         item = self._item(status, [part])
         more = {"logprobs": self._logprobs} if kind == "message" else {}
@@ -139,33 +151,65 @@ class ResponseAnswer:
             self._event("response.output_item.done", item=item),
         ]
         self.response["output"].append(item)
-        self._kind, self._texts, self._logprobs = None, [], []
+        self._end_item()
         return events
 
-    def _call(self, call: ToolCallResponse) -> list[Event]:
-        events = self._close("completed")
-        self._item_id = new_id("fc")
-        name, arguments = call.function.name, call.function.arguments
-        item = {
-            "id": self._item_id,
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": call.id,
-            "name": name,
-            "arguments": "",
-        }
-        done = {**item, "status": "completed", "arguments": arguments}
-        where = {"item_id": self._item_id}
+    def _grow_call(self, call: ToolCallResponse) -> list[Event]:
+        events: list[Event] = []
+        if not call.continues:
+            events += self._close("completed")
+            self._kind, self._call, self._item_id = "function_call", call, new_id("fc")
+            item = self._call_item(call, "in_progress", "")
+            events.append(self._event("response.output_item.added", item=item))
+        arguments = call.function.arguments
+        self._texts.append(arguments)
         grown = "response.function_call_arguments.delta"
-        whole = "response.function_call_arguments.done"
-        events += [
-            self._event("response.output_item.added", item=item),
-            self._event(grown, **where, delta=arguments),
-            self._event(whole, **where, name=name, arguments=arguments),
+        return [*events, self._event(grown, item_id=self._item_id, delta=arguments)]
+
+    def _close_call(self, arguments: str) -> list[Event]:
+        call = self._call
+        assert call is not None, "a call is open"
+        if not _is_whole(arguments):  # left in the middle: nobody should execute it
+            self._end_item()
+            return []
+        done = self._call_item(call, "completed", arguments)
+        whole = {"name": call.function.name, "arguments": arguments}
+        events = [
+            self._event("response.function_call_arguments.done", item_id=self._item_id, **whole),
             self._event("response.output_item.done", item=done),
         ]
         self.response["output"].append(done)
+        self._call_items[call.index] = done
+        self._end_item()
         return events
+
+    def _call_item(self, call: ToolCallResponse, status: str, arguments: str) -> dict[str, Any]:
+        return {
+            "id": self._item_id,
+            "type": "function_call",
+            "status": status,
+            "call_id": call.id,
+            "name": call.function.name,
+            "arguments": arguments,
+        }
+
+    def _withdraw(self, indices: tuple[int, ...]) -> list[Event]:
+        """End and forget the items of calls that are none; their text comes as a message."""
+        events: list[Event] = []
+        call = self._call
+        if self._kind == "function_call" and call is not None and call.index in indices:
+            item = self._call_item(call, "incomplete", "".join(self._texts))
+            events.append(self._event("response.output_item.done", item=item))
+            self._end_item()
+        for index in indices:
+            item = self._call_items.pop(index, None)
+            if item is not None:
+                self.response["output"].remove(item)
+        return events
+
+    def _end_item(self) -> None:
+        self._kind, self._texts, self._logprobs = None, [], []
+        self._num_items += 1
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         item = {"id": self._item_id, "type": self._kind, "status": status, "content": content}
@@ -175,7 +219,7 @@ class ResponseAnswer:
         return {"item_id": self._item_id, "content_index": 0}
 
     def _event(self, type: str, **fields: Any) -> Event:
-        event = {"output_index": len(self.response["output"]), **fields}
+        event = {"output_index": self._num_items, **fields}
         return {"type": type, "sequence_number": self._next_number(), **event}
 
     def _ended(self, status: str, type: str) -> Event:
@@ -191,6 +235,14 @@ class ResponseAnswer:
     def _next_number(self) -> int:
         self._number += 1
         return self._number - 1
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return False
+    return True
 
 
 def _part(kind: _Kind, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -268,12 +268,17 @@ def _response(given: Mapping[str, Any], *, model: str, background: bool) -> dict
         "safety_identifier": given.get("safety_identifier"),
         "service_tier": "default",
         "store": given.get("store", True),
-        "temperature": given.get("temperature"),
+        "temperature": given.get("temperature", 1.0),
+        "presence_penalty": given.get("presence_penalty", 0.0),
+        "frequency_penalty": given.get("frequency_penalty", 0.0),
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tool_choice": given.get("tool_choice", "auto"),
-        "tools": list(given.get("tools", [])),
+        "tools": [
+            {"description": None, "parameters": None, "strict": None, **tool}
+            for tool in given.get("tools", [])
+        ],
         "top_logprobs": given.get("top_logprobs", 0),
-        "top_p": given.get("top_p"),
+        "top_p": given.get("top_p", 1.0),
         "truncation": given.get("truncation", "disabled"),
         "usage": None,
         "user": given.get("user"),

@@ -49,6 +49,9 @@ class ServerSettings:
     """Whether / is a page for people."""
     allow_runtime_adapters: bool = False
     """Whether clients may load and unload LoRA adapters."""
+    allow_diagnostics: bool = False
+    """Whether clients may run `doctor` and `tune`: they take a core for seconds, and `tune` reads
+    any model that is named."""
     max_tool_rounds: int | None = None
     """Rounds of calls executed here, for requests that do not say; None: 256."""
     tool_dispatch_url: str | None = None
@@ -93,6 +96,7 @@ class ServerSettings:
 
 _SWITCHES = (
     "access_log_health",
+    "allow_diagnostics",
     "allow_runtime_adapters",
     "docs",
     "metrics",

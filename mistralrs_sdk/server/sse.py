@@ -22,11 +22,12 @@ T = TypeVar("T")
 
 KEEP_ALIVE = ": keep-alive\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def event(data: dict[str, Any], *, name: str | None = None) -> str:
     """Return one event as it is sent: `event:` if it has a name, then `data:` with the JSON."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _encode(data)
     return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
 
 

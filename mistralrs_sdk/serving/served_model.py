@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
@@ -25,7 +26,7 @@ from mistralrs_sdk.answers.completions import (
     completion_settings,
     sampled_best_of,
 )
-from mistralrs_sdk.answers.generation import Generation
+from mistralrs_sdk.answers.generation import Generation, failure_of
 from mistralrs_sdk.answers.raw_logits import RawLogits, prompt_logprobs, require_room
 from mistralrs_sdk.answers.stream import ChatStream
 from mistralrs_sdk.chat.chat_text import ChatPrompt, ChatText
@@ -39,10 +40,10 @@ from mistralrs_sdk.engine.adapters import AdapterRegistry, locator
 from mistralrs_sdk.engine.build import EngineInfo, build_engine
 from mistralrs_sdk.engine.engine import Engine
 from mistralrs_sdk.engine.engine_thread import EngineThread
-from mistralrs_sdk.engine.metrics import EngineMetrics
+from mistralrs_sdk.engine.metrics import QUEUE_FULL, EngineMetrics
 from mistralrs_sdk.engine.requantise import Requantiser, WeightFiles
 from mistralrs_sdk.engine.scheduler import SchedulerStats
-from mistralrs_sdk.errors import ConfigError, InferenceError, RequestError
+from mistralrs_sdk.errors import ConfigError, RequestError
 from mistralrs_sdk.isq import Isq, parse_isq
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.loader import open_checkpoint
@@ -99,11 +100,15 @@ class ServedModel:
         built: list[EngineInfo] = []
         adapters = AdapterRegistry(builder.config.lora, locator(builder.source, progress))
 
+        ended = contextlib.ExitStack()
+
         def make_engine() -> Engine:
             engine, info = build_engine(
                 checkpoint,
                 builder.config,
                 adapters=adapters,
+                source=files.source,
+                ended=ended,
                 progress=progress,
                 cancelled=lambda: thread.stopping,
             )
@@ -112,7 +117,7 @@ class ServedModel:
 
         config = builder.config
         max_open = None if config.max_queue is None else config.max_num_seqs + config.max_queue
-        thread = EngineThread(make_engine, max_open=max_open)
+        thread = EngineThread(make_engine, max_open=max_open, at_end=ended.close)
         toolbox = Toolbox(builder.tools)
         try:
             await toolbox.start()
@@ -250,7 +255,8 @@ class ServedModel:
 
     async def metrics(self) -> EngineMetrics:
         """Return what the engine holds now and has done so far."""
-        return await self.thread.call(Engine.metrics)
+        metrics = await self.thread.call(Engine.metrics)
+        return metrics.with_rejected(QUEUE_FULL, self.thread.num_refused)
 
     async def clear_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -389,7 +395,7 @@ class ServedModel:
         finally:
             stream.close()
         if output.error is not None:
-            raise InferenceError(f"the request failed: {output.error}")
+            raise failure_of(output)
         return RawLogits([output.prompt_logits], list(prompt_ids))
 
     async def _raw_prompt_ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
@@ -413,6 +419,7 @@ def _prompt_encoder(checkpoint: Checkpoint) -> PromptEncoder:
             files.chat_template,
             bos_token=files.bos_token,
             eos_token=files.eos_token,
+            unk_token=files.unk_token,
             origin=files.template_source or "unknown origin",
         )
     return PromptEncoder(

@@ -12,6 +12,7 @@ from mistralrs_sdk.answers.leaving import ClosedOnLeaving
 from mistralrs_sdk.answers.stream import ChatStream
 from mistralrs_sdk.chat.messages import TextMessageRole, text_message
 from mistralrs_sdk.chat.requests import RequestBuilder, RequestLike, as_request
+from mistralrs_sdk.chat.responses import Choice
 from mistralrs_sdk.chat.tool_progress import AgenticToolCallProgress
 from mistralrs_sdk.chat.tools import Tool, ToolCallResponse
 from mistralrs_sdk.errors import InferenceError, QueueFullError, RequestError
@@ -80,7 +81,7 @@ class Agent:
         in `stop_reason`.
 
         Raises:
-            RequestError: the first request is at fault.
+            RequestError, UnsupportedError, QueueFullError: the first request is refused.
             EngineDeadError, EngineClosedError: there is no engine any more.
         """
         async with self.run_stream(message) as stream:
@@ -91,6 +92,9 @@ class Agent:
 
         Use it as a context manager, so that leaving early cancels what runs:
         `async with agent.run_stream("...") as events:`.
+
+        Raises:
+            RequestError, UnsupportedError: the message is at fault. Reading raises as `run`.
         """
         return AgentStream(self._work(self._request(message)))
 
@@ -104,7 +108,12 @@ class Agent:
         if config.system_prompt is not None:
             messages = (text_message(TextMessageRole.SYSTEM, config.system_prompt), *messages)
         asked = attrs.evolve(
-            asked, messages=messages, tools=tuple(self.tools()), tool_choice=config.tool_choice
+            asked,
+            messages=messages,
+            tools=tuple(self.tools()),
+            tool_choice=config.tool_choice,
+            # a callback of the model may have the name of one of these
+            left_to_caller=frozenset(callback.name for callback in config.tools),
         )
         if config.enable_thinking is not None:
             asked = asked.enable_thinking(config.enable_thinking)
@@ -135,10 +144,7 @@ class Agent:
             calls = choice.message.tool_calls or ()
             if choice.finish_reason != "tool_calls" or not calls:
                 steps.append(AgentStep(response=response))
-                answered = bool(choice.message.content)
-                yield _complete(
-                    steps, AgentStopReason.TEXT_RESPONSE if answered else AgentStopReason.NO_ACTION
-                )
+                yield _complete(steps, _reason_of(choice))
                 return
             yield AgentToolCallsStart(tuple(calls))
             running = self._execute(calls, asked, round=len(steps), deadline=deadline)
@@ -169,6 +175,7 @@ class Agent:
         round: int,
         deadline: float | None,
     ) -> RunningCalls:
+        asked = attrs.evolve(asked, left_to_caller=frozenset())  # here is the caller
         found = [(call, self._toolbox.find(call.function.name, asked)) for call in calls]
         return RunningCalls(
             [(call, executor) for call, executor in found if executor is not None],
@@ -245,6 +252,19 @@ class AgentStream(ClosedOnLeaving):
 
 async def _next_event(events: AsyncGenerator[AgentEvent, None]) -> AgentEvent | None:
     return await anext(events, None)
+
+
+def _reason_of(choice: Choice) -> AgentStopReason:
+    """Why the last answer was the last: it may have been cut instead of having said its all."""
+    match choice.finish_reason:
+        case "length":
+            return AgentStopReason.LENGTH
+        case "canceled":
+            return AgentStopReason.CANCELED
+        case _ if choice.message.content:
+            return AgentStopReason.TEXT_RESPONSE
+        case _:
+            return AgentStopReason.NO_ACTION
 
 
 def _complete(steps: list[AgentStep], reason: AgentStopReason) -> AgentComplete:

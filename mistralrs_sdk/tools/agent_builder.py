@@ -21,6 +21,10 @@ class AgentBuilder:
     """Describes an agent: `AgentBuilder(model).with_tool(function).build()`.
 
     A builder never changes: each method returns a new one.
+
+    Raises:
+        ConfigError: from each method, at once: a value is out of range.
+        RequestError: likewise, where thinking and reasoning effort contradict each other.
     """
 
     model: ChatModel
@@ -67,7 +71,7 @@ class AgentBuilder:
         return self._set(max_iterations=iterations)
 
     def with_system_prompt(self, prompt: str) -> Self:
-        """Start each run with this system message."""
+        """Start each run with this system message. Default: none."""
         if not isinstance(prompt, str):
             raise ConfigError(f"system_prompt ({prompt!r}) must be a str")
         return self._set(system_prompt=prompt)
@@ -83,7 +87,7 @@ class AgentBuilder:
         return self._set(parallel_tool_execution=_flag("parallel_tool_execution", parallel))
 
     def with_enable_thinking(self, enable: bool) -> Self:
-        """Ask for (or against) reasoning before each answer, if the template knows the switch."""
+        """Ask for (or against) reasoning, if the template knows the switch. Default: neither."""
         return self._set(enable_thinking=_flag("enable_thinking", enable))
 
     def with_reasoning_effort(self, effort: ReasoningEffort | str) -> Self:

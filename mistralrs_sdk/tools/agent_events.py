@@ -15,11 +15,15 @@ from mistralrs_sdk.tools.execution import ToolOutcome
 class AgentStopReason:
     """Why a run ended."""
 
-    kind: Literal["text_response", "max_iterations", "no_action", "error"]
+    kind: Literal["text_response", "max_iterations", "no_action", "length", "canceled", "error"]
     message: str | None = None
     """What went wrong, for an error."""
 
     TEXT_RESPONSE: ClassVar[AgentStopReason]
+    LENGTH: ClassVar[AgentStopReason]
+    """The last answer was cut at the most tokens, or at the end of the context."""
+    CANCELED: ClassVar[AgentStopReason]
+    """The last answer was aborted."""
     MAX_ITERATIONS: ClassVar[AgentStopReason]
     NO_ACTION: ClassVar[AgentStopReason]
 
@@ -30,6 +34,8 @@ class AgentStopReason:
 
 
 AgentStopReason.TEXT_RESPONSE = AgentStopReason("text_response")
+AgentStopReason.LENGTH = AgentStopReason("length")
+AgentStopReason.CANCELED = AgentStopReason("canceled")
 AgentStopReason.MAX_ITERATIONS = AgentStopReason("max_iterations")
 AgentStopReason.NO_ACTION = AgentStopReason("no_action")
 

@@ -14,7 +14,13 @@ import anyio.to_thread
 import attrs
 
 from mistralrs_sdk.chat.function_tools import keyword_arguments
-from mistralrs_sdk.chat.tool_events import ToolCallContext, ToolSource
+from mistralrs_sdk.chat.tool_events import (
+    AgentPermission,
+    ApprovalCallback,
+    ToolCallContext,
+    ToolKind,
+    ToolSource,
+)
 from mistralrs_sdk.chat.tools import CalledFunction, Function, Tool
 from mistralrs_sdk.errors import MistralRsError
 
@@ -29,10 +35,28 @@ class ToolError(MistralRsError):
     """A tool gave no result; the text is what the model is told."""
 
 
+@attrs.frozen
+class ToolGuard:
+    """What a tool's own settings say about asking before its calls, beside the request's."""
+
+    permission: AgentPermission = AgentPermission.AUTO
+    callback: ApprovalCallback | None = None
+    """Who is asked where the request names nobody."""
+
+
+NO_GUARD = ToolGuard()
+
+
 class ToolExecutor(Protocol):
     """What answers the calls of one tool."""
 
     source: ClassVar[ToolSource]
+    kind: ClassVar[ToolKind]
+
+    @property
+    def guard(self) -> ToolGuard:
+        """Whether its calls need an approval whatever the request says."""
+        ...
 
     async def run(self, call: CalledFunction, context: ToolCallContext) -> str:
         """Return the result as the model is to read it."""
@@ -44,6 +68,7 @@ class ToolCallback:
     """A function registered for the calls of one tool."""
 
     source: ClassVar[ToolSource] = "user"
+    kind: ClassVar[ToolKind] = "custom"
 
     name: str
     function: Callable[..., Any]
@@ -52,6 +77,7 @@ class ToolCallback:
     """How it is offered; None: with this name and any arguments."""
     by_keywords: bool = False
     """Whether it takes the arguments as keywords, instead of a call and its context."""
+    guard: ToolGuard = NO_GUARD
 
     @property
     def offered(self) -> Tool:

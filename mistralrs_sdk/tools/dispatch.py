@@ -12,9 +12,9 @@ import anyio
 import anyio.to_thread
 import attrs
 
-from mistralrs_sdk.chat.tool_events import ToolCallContext, ToolSource
+from mistralrs_sdk.chat.tool_events import ToolCallContext, ToolKind, ToolSource
 from mistralrs_sdk.chat.tools import CalledFunction
-from mistralrs_sdk.tools.callbacks import ToolError, arguments_of
+from mistralrs_sdk.tools.callbacks import NO_GUARD, ToolError, ToolGuard, arguments_of
 
 MAX_RESULT_BYTES = 8 * 2**20
 """What a dispatch URL may answer with."""
@@ -25,10 +25,12 @@ class DispatchedTool:
     """Posts calls to a URL: `{"name", "arguments"}` there, text or `{"content"}` back."""
 
     source: ClassVar[ToolSource] = "external"
+    kind: ClassVar[ToolKind] = "external"
 
     url: str
     timeout: float | None = None
     """Seconds without a byte after which a call fails; None: never."""
+    guard: ToolGuard = NO_GUARD
 
     async def run(self, call: CalledFunction, context: ToolCallContext) -> str:
         """Post the call and return what the URL answers.

@@ -22,6 +22,7 @@ from mistralrs_sdk.chat.tool_events import (
 )
 from mistralrs_sdk.chat.tools import ToolCallResponse
 from mistralrs_sdk.tools.callbacks import ToolError, ToolExecutor, call_here_or_in_thread
+from mistralrs_sdk.tools.execution_config import strictest
 
 MAX_PARALLEL_CALLS = 16
 """Calls of one round that are executed at once; the others wait."""
@@ -63,29 +64,39 @@ class Approvals:
 
     permission: AgentPermission = AgentPermission.AUTO
     callback: ApprovalCallback | None = None
+    code_permission: AgentPermission | None = None
+    """For tools that run code, beside the other one."""
     remembered: set[str] = attrs.field(factory=set)
     """Names of tools that are not asked about any more."""
+
+    def of(self, executor: ToolExecutor) -> tuple[AgentPermission, ApprovalCallback | None]:
+        """The strictest permission that holds for a tool, and who is asked."""
+        code = self.code_permission if executor.kind == "code_execution" else None
+        permission = strictest((self.permission, executor.guard.permission, code))
+        return permission, self.callback or executor.guard.callback
 
     async def refusal(
         self, call: ToolCallResponse, executor: ToolExecutor, context: ToolCallContext
     ) -> str | None:
         """Why the call may not run, or None. An approval that fails is a denial."""
         name = call.function.name
-        if self.permission is AgentPermission.AUTO or name in self.remembered:
+        permission, callback = self.of(executor)
+        if permission is AgentPermission.DENY:
+            ours = self.permission is AgentPermission.DENY
+            reason = "this request may execute no tools" if ours else "it may not be executed here"
+            return f"the call of {name} was denied: {reason}"
+        if permission is AgentPermission.AUTO or name in self.remembered:
             return None
-        if self.permission is AgentPermission.DENY or self.callback is None:
-            return f"the call of {name} was denied: this request may execute no tools"
-        external = executor.source == "external"
+        if callback is None:
+            return f"the call of {name} was denied: there is nobody to ask"
         approval = AgentToolApproval(
             approval_id=str(uuid.uuid4()),
             session_id=context.session_id,
             round=context.round,
-            tool=AgentToolMetadata(
-                source=executor.source, kind="external" if external else "custom", label=name
-            ),
+            tool=AgentToolMetadata(source=executor.source, kind=executor.kind, label=name),
             arguments=call.function.arguments,
         )
-        decision = await _in_own_task(_decide(self.callback, approval))
+        decision = await _in_own_task(_decide(callback, approval))
         if decision is None:
             return f"the call of {name} was denied: asking for approval failed"
         if not decision.approved:
@@ -104,6 +115,7 @@ class RunningCalls:
         *,
         round: int,
         session_id: str | None = None,
+        request_id: str | None = None,
         approvals: Approvals,
         timeout: float | None,
         deadline: float | None = None,
@@ -116,6 +128,7 @@ class RunningCalls:
             calls,
             round=round,
             session_id=session_id,
+            request_id=request_id,
             approvals=approvals,
             timeout=timeout,
             deadline=deadline,
@@ -168,6 +181,7 @@ async def run_calls(
     *,
     round: int,
     session_id: str | None = None,
+    request_id: str | None = None,
     approvals: Approvals,
     timeout: float | None,
     deadline: float | None = None,
@@ -177,9 +191,9 @@ async def run_calls(
     """Execute calls, each with its executor or the reason why there is none; keeps their order.
 
     Nothing a tool does raises here: what fails becomes an outcome with an error. `timeout` is in
-    seconds and for each call; MCP servers have their own. `emit` gets a call when it begins and
-    its outcome when it ends. Cancelling cancels the calls; worker threads, and coroutines that do
-    not end within `CANCEL_GRACE`, are left to themselves.
+    seconds and for each call; MCP servers and built-in tools have their own. `emit` gets a call
+    when it begins and its outcome when it ends. Cancelling cancels the calls; worker threads, and
+    coroutines that do not end within `CANCEL_GRACE`, are left to themselves.
 
     Raises:
         TimeoutError: `deadline`, a time of the event loop, has passed.
@@ -202,7 +216,10 @@ async def run_calls(
     async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as group:
         for call, executor in calls:
             context = ToolCallContext(
-                session_id=session_id, round=round, tool_name=call.function.name
+                session_id=session_id,
+                request_id=request_id,
+                round=round,
+                tool_name=call.function.name,
             )
             if not isinstance(executor, str):
                 executor = await approvals.refusal(call, executor, context) or executor
@@ -217,7 +234,7 @@ async def _run_one(
     *,
     timeout: float | None,
 ) -> ToolOutcome:
-    limit = None if executor.source == "mcp" else timeout
+    limit = None if executor.source in ("mcp", "built_in") else timeout
     try:
         return await _in_own_task(_attempt(call, executor, context), timeout=limit)
     except TimeoutError:

@@ -40,18 +40,20 @@ class JoinedChunks:
     def show(self, chunk: ChatCompletionChunkResponse) -> None:
         """Pass a chunk on, without what only the end can tell and without hidden calls."""
         choice = chunk.choices[0]
-        delta = attrs.evolve(choice.delta, tool_calls=self._calls.shown(choice.delta.tool_calls))
-        chunk = attrs.evolve(
-            chunk, id=self._id, choices=(attrs.evolve(choice, delta=delta),), usage=None
+        choice = attrs.evolve(
+            choice,
+            delta=attrs.evolve(choice.delta, tool_calls=self._calls.shown(choice.delta.tool_calls)),
+            withdrawn_tool_calls=self._calls.withdrawn(choice.withdrawn_tool_calls),
         )
+        chunk = attrs.evolve(chunk, id=self._id, choices=(choice,), usage=None)
         if choice.finish_reason is not None:
             self._last = chunk
         elif _says_something(chunk):
             self._give(chunk)
 
-    def show_hidden(self) -> None:
-        """Show the calls that were kept back to be executed and are not."""
-        rest = self._calls.rest()
+    def show_hidden(self, response: ChatCompletionResponse) -> None:
+        """Show the calls of a round that were kept back to be executed and are not."""
+        rest = self._calls.rest(response.choices[0].message.tool_calls)
         if rest is not None and self._last is not None:
             choice = self._last.choices[0]
             delta = attrs.evolve(choice.delta, tool_calls=(choice.delta.tool_calls or ()) + rest)
@@ -93,4 +95,5 @@ def _says_something(chunk: ChatCompletionChunkResponse) -> bool:
     """Whether a reader loses anything without this chunk."""
     choice = chunk.choices[0]
     delta = choice.delta
-    return bool(delta.content or delta.reasoning_content or delta.tool_calls or choice.logprobs)
+    said = delta.content or delta.reasoning_content or delta.tool_calls
+    return bool(said or choice.withdrawn_tool_calls or choice.logprobs)

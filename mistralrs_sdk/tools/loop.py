@@ -14,8 +14,14 @@ from mistralrs_sdk.chat.messages import Message
 from mistralrs_sdk.chat.requests import RequestBuilder
 from mistralrs_sdk.chat.responses import ChatCompletionResponse, Usage
 from mistralrs_sdk.chat.tool_events import AgenticToolCallRecord
-from mistralrs_sdk.errors import EngineClosedError, InferenceError, QueueFullError, RequestError
-from mistralrs_sdk.tools.execution import CANCEL_GRACE, Approvals, RunningCalls, ToolOutcome
+from mistralrs_sdk.errors import (
+    DeadlineError,
+    EngineClosedError,
+    InferenceError,
+    QueueFullError,
+    RequestError,
+)
+from mistralrs_sdk.tools.execution import CANCEL_GRACE, RunningCalls, ToolOutcome
 from mistralrs_sdk.tools.joined_chunks import JoinedChunks, StreamItem
 from mistralrs_sdk.tools.rounds import (
     calling_turn,
@@ -28,7 +34,7 @@ from mistralrs_sdk.tools.rounds import (
     with_calls,
 )
 from mistralrs_sdk.tools.sessions import SessionLease
-from mistralrs_sdk.tools.toolbox import Toolbox
+from mistralrs_sdk.tools.toolbox import Toolbox, approvals_of
 
 MAX_TOOL_ROUNDS = 256
 """Rounds of calls if the request sets no limit."""
@@ -53,10 +59,8 @@ async def open_stream(
     if asked.session_id is None and not executes:
         return await stream_round(asked)
     require_one_choice(asked, executes)
-    if executes and asked.agent_permission == "ask" and asked.agent_approval_callback is None:
-        raise RequestError(
-            'agent_permission "ask" needs somebody to ask: add with_agent_approval_callback'
-        )
+    if executes:
+        toolbox.require_somebody_to_ask(asked)
     lease = None if asked.session_id is None else toolbox.sessions.lease(asked.session_id)
     try:
         if lease is not None:
@@ -102,7 +106,7 @@ class ToolLoopStream(ClosedOnLeaving):
         self._toolbox = toolbox
         self._lease = lease
         self._executes = toolbox.executes(asked)
-        self._approvals = Approvals(asked.agent_permission, asked.agent_approval_callback)
+        self._approvals = approvals_of(asked)
         if lease is not None:
             self._approvals.remembered = lease.approved
         self._round = 0
@@ -143,7 +147,7 @@ class ToolLoopStream(ClosedOnLeaving):
         """Read to the end and return the last round's answer, with the calls and usage of all.
 
         Raises:
-            InferenceError: as iterating does.
+            InferenceError, EngineDeadError, EngineClosedError: as iterating does.
         """
         while not self._ended:
             await self._advance()
@@ -165,6 +169,7 @@ class ToolLoopStream(ClosedOnLeaving):
             await running.aclose()
         if opening is not None:
             await _discard(opening)
+        await self._toolbox.workspaces.ended()
 
     def abort(self) -> str:
         """End it; returns the id of the current round, to be aborted in the engine."""
@@ -186,6 +191,8 @@ class ToolLoopStream(ClosedOnLeaving):
                 self._loop.call_soon_threadsafe(opening.cancel)
             if lease is not None:
                 self._loop.call_soon_threadsafe(lease.release)
+            end, id = self._toolbox.workspaces.end_request, self.id
+            self._loop.call_soon_threadsafe(end, id)
 
     # Inside
 
@@ -229,7 +236,7 @@ class ToolLoopStream(ClosedOnLeaving):
         found = [(call, self._toolbox.find(call.function.name, self._asked)) for call in calls]
         ours = [(call, executor) for call, executor in found if executor is not None]
         if not self._executes or choice.finish_reason != "tool_calls" or not ours or self._aborted:
-            self._chunks.show_hidden()
+            self._chunks.show_hidden(response)
             self._finish(response)
             return
         self._check_open()
@@ -239,6 +246,7 @@ class ToolLoopStream(ClosedOnLeaving):
             ours,
             round=self._round,
             session_id=None if self._lease is None else self._lease.id,
+            request_id=self.id,
             approvals=self._approvals,
             timeout=self._toolbox.settings.timeout,
             deadline=self._deadline,
@@ -289,7 +297,7 @@ class ToolLoopStream(ClosedOnLeaving):
             return ended.outcomes()
         except TimeoutError:
             self._end()
-            raise InferenceError(
+            raise DeadlineError(
                 "the request failed: its deadline passed while tools ran",
                 partial_response=self._complete(ended_by(response, "error")),
             ) from None
@@ -356,6 +364,7 @@ class ToolLoopStream(ClosedOnLeaving):
     def _end(self) -> None:
         self._ended = True
         self._toolbox.running.pop(self.id, None)
+        self._toolbox.workspaces.end_request(self.id)
         if self._lease is not None:
             self._lease.release()
 

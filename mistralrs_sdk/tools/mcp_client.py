@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -11,12 +12,13 @@ from collections.abc import AsyncGenerator, Container
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import anyio
 import attrs
 
-from mistralrs_sdk.chat.tool_events import ToolCallContext, ToolSource
+from mistralrs_sdk.chat.tool_events import ToolCallContext, ToolKind, ToolSource
 from mistralrs_sdk.chat.tools import CalledFunction, Function, Tool
 from mistralrs_sdk.errors import ConfigError, ModelLoadError, RequestError
-from mistralrs_sdk.tools.callbacks import ToolError, arguments_of
+from mistralrs_sdk.tools.callbacks import NO_GUARD, ToolError, arguments_of
 from mistralrs_sdk.tools.mcp_config import (
     MCP_MAX_CONCURRENT_CALLS,
     MCP_TIMEOUT,
@@ -31,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 CLOSE_GRACE = 10.0
 """Seconds a server has to go before its connection is cut."""
+
+_UNKNOWN_SESSION = "Session terminated"
+"""What the `mcp` client makes of a server that does not know the session any more."""
 
 
 @attrs.frozen
@@ -119,8 +124,10 @@ class McpTool:
     """Calls one tool of a server."""
 
     source: ClassVar[ToolSource] = "mcp"
+    kind: ClassVar[ToolKind] = "custom"
 
     def __init__(self, connection: _Connection, name: str) -> None:
+        self.guard = NO_GUARD
         self._connection = connection
         self._name = name
 
@@ -141,15 +148,21 @@ class _Connection:
     ) -> None:
         self.server = server
         self.tools: list[tuple[Tool, McpTool]] = []
+        self._repeatable: set[str] = set()
+        """The server's names of tools that may as well be called twice."""
         self._call_timeout = call_timeout
         self._places = places
         self._client: mcp.Client | None = None
-        self._stop = asyncio.Event()
+        self._ended = asyncio.Event()
+        """Of the connection that is open: the server is gone, or is to be left."""
         self._task: asyncio.Task[None] | None = None
+        self._opening = asyncio.Lock()
+        self._closed = False
 
     async def open(self) -> None:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold(ready))
+        self._ended = asyncio.Event()
+        self._task = asyncio.create_task(self._hold(ready, self._ended))
         timeout = self.server.source.timeout_secs or MCP_TIMEOUT
         try:
             async with asyncio.timeout(timeout):
@@ -162,11 +175,76 @@ class _Connection:
             raise self._load_error(_reason(error)) from error
 
     async def close(self) -> None:
+        self._closed = True
+        await self._leave()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._call_timeout):
+                    result = await self._call(name, arguments)
+            except TimeoutError:
+                raise ToolError(
+                    f"MCP server {self.server.name!r} gave no result within "
+                    f"{self._call_timeout:g} s"
+                ) from None
+        text = _result_text(result)
+        if result.is_error:
+            raise ToolError(text or f"{name} failed without saying why")
+        return text
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool, over a new connection if the old one is lost; at most one is opened."""
+        reopened = self._client is None
+        client = self._client or await self._reopen()
+        try:
+            return await client.call_tool(name, arguments)
+        except Exception as error:
+            if not (_shows_loss(error) or self._ended.is_set()):
+                raise ToolError(f"MCP server {self.server.name!r}: {_reason(error)}") from error
+            self._ended.set()
+            if self._client is client:
+                self._client = None
+            refused = _is_unknown_session(error)  # then nothing was executed
+            if reopened or not (refused or name in self._repeatable):
+                raise ToolError(
+                    f"MCP server {self.server.name!r} was lost during the call, which may have "
+                    f"been executed or not: {_reason(error)}"
+                ) from error
+        client = await self._reopen()
+        try:
+            return await client.call_tool(name, arguments)
+        except Exception as error:
+            raise ToolError(f"MCP server {self.server.name!r}: {_reason(error)}") from error
+
+    async def _reopen(self) -> mcp.Client:
+        """Connect again, once for all calls that wait for it.
+
+        Raises:
+            ToolError: the server cannot be reached, or is not wanted any more.
+        """
+        async with self._opening:
+            if self._client is None and not self._closed:
+                await self._leave()
+                logger.warning("MCP server %r was lost: connecting again", self.server.name)
+                try:
+                    await self.open()
+                except BaseException as error:
+                    await self._leave()
+                    if not isinstance(error, ModelLoadError):
+                        raise
+                    raise ToolError(f"{error}; it was lost, and connecting again failed") from error
+            if self._client is None:
+                raise ToolError(f"MCP server {self.server.name!r} is not connected")
+            return self._client
+
+    async def _leave(self) -> None:
+        """End the task that holds the connection."""
         connected, self._client = self._client is not None, None
         task, self._task = self._task, None
         if task is None:
             return
-        self._stop.set()
+        self._ended.set()
         if connected:
             _, late = await asyncio.wait([task], timeout=CLOSE_GRACE)
             if not late:
@@ -174,49 +252,35 @@ class _Connection:
         task.cancel()
         await asyncio.wait([task], timeout=CLOSE_GRACE)
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        client = self._client
-        if client is None:
-            raise ToolError(f"MCP server {self.server.name!r} is not connected")
-        async with self._places:
-            try:
-                async with asyncio.timeout(self._call_timeout):
-                    result = await client.call_tool(name, arguments)
-            except TimeoutError:
-                raise ToolError(
-                    f"MCP server {self.server.name!r} gave no result within "
-                    f"{self._call_timeout:g} s"
-                ) from None
-            except Exception as error:
-                raise ToolError(f"MCP server {self.server.name!r}: {_reason(error)}") from error
-        text = _result_text(result)
-        if result.is_error:
-            raise ToolError(text or f"{name} failed without saying why")
-        return text
-
-    async def _hold(self, ready: asyncio.Future[None]) -> None:
+    async def _hold(self, ready: asyncio.Future[None], ended: asyncio.Event) -> None:
         import mcp
 
         try:
-            async with mcp.Client(_transport(self.server)) as client:
-                await self._learn(client)
-                self._client = client
+            async with mcp.Client(_transport(self.server, ended)) as client:
+                if not self.tools:  # what was offered once is not offered anew
+                    await self._learn(client)
+                if not ended.is_set():
+                    self._client = client
+                    if not ready.done():
+                        ready.set_result(None)
+                await ended.wait()
                 if not ready.done():
-                    ready.set_result(None)
-                await self._stop.wait()
+                    ready.set_exception(ConnectionError("the connection was closed"))
         except Exception as error:
             if ready.done():
                 logger.warning("leaving MCP server %r failed", self.server.name, exc_info=True)
             else:
                 ready.set_exception(error)
         finally:
-            self._client = None
+            if self._ended is ended:
+                self._client = None
 
     async def _learn(self, client: mcp.Client) -> None:
         cursor = None
         while True:
             page = await client.list_tools(cursor=cursor)
             self.tools += [self._tool(tool) for tool in page.tools]
+            self._repeatable.update(tool.name for tool in page.tools if _is_repeatable(tool))
             cursor = page.next_cursor
             if not cursor:
                 return
@@ -235,7 +299,26 @@ class _Connection:
 
 
 @asynccontextmanager
-async def _transport(server: McpServerConfig) -> AsyncGenerator[Any, None]:
+async def _transport(server: McpServerConfig, ended: asyncio.Event) -> AsyncGenerator[Any, None]:
+    """What a client reads from and writes to; `ended` is set when the server is gone."""
+    async with _streams(server) as (incoming, outgoing):
+        send, receive = anyio.create_memory_object_stream[Any](0)
+
+        async def forward() -> None:
+            async with send:
+                with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                    async for message in incoming:
+                        await send.send(message)
+            ended.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(forward)
+            yield receive, outgoing
+            group.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _streams(server: McpServerConfig) -> AsyncGenerator[Any, None]:
     source = server.source
     if source.kind == "process":
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -262,6 +345,26 @@ async def _transport(server: McpServerConfig) -> AsyncGenerator[Any, None]:
         streamable_http_client(source.url or "", http_client=http) as streams,
     ):
         yield streams
+
+
+def _shows_loss(error: BaseException) -> bool:
+    """Whether the connection failed, and not the call."""
+    import mcp
+    from mcp_types import CONNECTION_CLOSED
+
+    if isinstance(error, mcp.MCPError):
+        return error.code == CONNECTION_CLOSED or _is_unknown_session(error)
+    return isinstance(error, anyio.ClosedResourceError | anyio.BrokenResourceError | OSError)
+
+
+def _is_unknown_session(error: Exception) -> bool:
+    return getattr(error, "message", None) == _UNKNOWN_SESSION
+
+
+def _is_repeatable(tool: Any) -> bool:
+    """Whether the server says that calling twice does no more than calling once."""
+    hints = tool.annotations
+    return hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
 
 
 def _result_text(result: Any) -> str:

@@ -29,7 +29,11 @@ def _seconds(name: str, value: Any) -> None:
 class McpServerSource:
     """How a server is reached: made by `Http`, `Process` or `WebSocket`.
 
-    Values of headers and of the environment are never shown.
+    Values of headers and of the environment are never shown. `timeout_secs` are the seconds that
+    connecting may take; None: 30.
+
+    Raises:
+        ConfigError: the URL is none, the command is empty, or the time is no number above 0.
     """
 
     kind: Literal["http", "process"]
@@ -48,7 +52,7 @@ class McpServerSource:
         timeout_secs: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> McpServerSource:
-        """A server at this URL, over streamable HTTP; `timeout_secs` None is 30."""
+        """A server at this URL, over streamable HTTP; `timeout_secs` None is 30 s."""
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ConfigError(f"url of an MCP server ({url!r}) must start with http:// or https://")
         _seconds("timeout_secs of an MCP server", timeout_secs)

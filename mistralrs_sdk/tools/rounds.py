@@ -21,27 +21,27 @@ class CallFilter:
 
     def __init__(self, is_hidden: Callable[[str], bool]) -> None:
         self._is_hidden = is_hidden
-        self._num_shown = 0
-        self._hidden: list[ToolCallResponse] = []
+        self._places: dict[int, int] = {}
+        """Of each call that was shown, its index in the round, and for the caller."""
 
     def shown(
         self, calls: tuple[ToolCallResponse, ...] | None
     ) -> tuple[ToolCallResponse, ...] | None:
-        """The calls for the caller, numbered anew; None if there are none."""
-        for call in calls or ():
-            if self._is_hidden(call.function.name):
-                self._hidden.append(call)
-        return self._give([call for call in calls or () if call not in self._hidden])
+        """The calls for the caller, or pieces of them, numbered anew; None if there are none."""
+        given = [call for call in calls or () if not self._is_hidden(call.function.name)]
+        places = [self._places.setdefault(call.index, len(self._places)) for call in given]
+        return tuple(map(_placed, given, places)) or None
 
-    def rest(self) -> tuple[ToolCallResponse, ...] | None:
-        """The calls that were kept back, for an answer that ends without executing them."""
-        hidden, self._hidden = self._hidden, []
-        return self._give(hidden)
+    def withdrawn(self, indices: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that the caller has seen of calls that are none."""
+        return tuple(self._places[index] for index in indices if index in self._places)
 
-    def _give(self, calls: list[ToolCallResponse]) -> tuple[ToolCallResponse, ...] | None:
-        given = numbered(calls, start=self._num_shown)
-        self._num_shown += len(given)
-        return given or None
+    def rest(
+        self, calls: tuple[ToolCallResponse, ...] | None
+    ) -> tuple[ToolCallResponse, ...] | None:
+        """Those of a round's whole calls that were kept back, as nothing executes them."""
+        hidden = [call for call in calls or () if self._is_hidden(call.function.name)]
+        return numbered(hidden, start=len(self._places)) or None
 
 
 def require_one_choice(asked: RequestBuilder, executes: bool) -> None:
@@ -123,7 +123,11 @@ def progress(event: ToolCallResponse | ToolOutcome, round: int) -> AgenticToolCa
 
 def numbered(calls: Iterable[ToolCallResponse], *, start: int = 0) -> tuple[ToolCallResponse, ...]:
     """Calls with their places counted anew."""
-    return tuple(attrs.evolve(call, index=n) for n, call in enumerate(calls, start=start))
+    return tuple(_placed(call, n) for n, call in enumerate(calls, start=start))
+
+
+def _placed(call: ToolCallResponse, index: int) -> ToolCallResponse:
+    return attrs.evolve(call, index=index)
 
 
 def with_calls(

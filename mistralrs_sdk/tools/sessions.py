@@ -87,6 +87,8 @@ class SessionLease:
             self._released = True
             self._session.busy = False
             del self._store._busy[self.id]
+            if self.id not in self._store._sessions:
+                self._store._forgotten(self.id)
 
 
 class SessionStore:
@@ -109,6 +111,8 @@ class SessionStore:
         self._clock = clock
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._busy: dict[str, _Session] = {}
+        self.on_forgotten: Callable[[str], None] | None = None
+        """Told of each session that is gone, or has other turns than before."""
 
     def lease(self, session_id: str) -> SessionLease:
         """Take a session for one request; an unknown id starts an empty one.
@@ -142,13 +146,17 @@ class SessionStore:
         if not isinstance(session, SerializedSession):
             session = SerializedSession.from_dict(session)
         self._keep(session_id, _Session(copy.deepcopy(session.messages)))
+        self._forgotten(session_id)
 
     def delete(self, session_id: str) -> bool:
         """Forget a session; returns whether there was one. What runs in it goes on."""
         running = self._busy.get(session_id)
+        found = self._sessions.pop(session_id, None) is not None
         if running is not None:
             running.deleted = True
-        return self._sessions.pop(session_id, None) is not None
+        else:
+            self._forgotten(session_id)
+        return found
 
     def fork(
         self, session_id: str, *, turns: int | None = None, new_session_id: str | None = None
@@ -212,7 +220,12 @@ class SessionStore:
                 continue
             if excess > 0 or session.last_use < oldest_kept:
                 del self._sessions[session_id]
+                self._forgotten(session_id)
                 excess -= 1
+
+    def _forgotten(self, session_id: str) -> None:
+        if self.on_forgotten is not None:
+            self.on_forgotten(session_id)
 
 
 def turn_ends(messages: Iterable[Message]) -> list[int]:

@@ -169,8 +169,9 @@ CALLABLE(mistralrs_softcap)
 extern "C" void mistralrs_scale(float* x, int64_t count, float factor, int threads) {
   const int64_t pieces = (count + PIECE - 1) / PIECE;
   threads = share(threads, pieces, count);
-  team::share(threads, pieces, [&](int64_t p) {
-    for (int64_t i = p * PIECE; i < std::min((p + 1) * PIECE, count); i++) x[i] *= factor;
+  team::share(threads, pieces, [=](int64_t p) {  // by value: x might else be the factor
+    const int64_t end = std::min((p + 1) * PIECE, count);
+    for (int64_t i = p * PIECE; i < end; i++) x[i] *= factor;
   });
 }
 CALLABLE(mistralrs_scale)

@@ -206,12 +206,12 @@ template <class Weight> struct Product {
   float *y;
   int64_t y_stride, n, k;
   int num_peaks;
-  bool may_expand;
+  bool may_expand = false;
 
   // the packed rows: where they are, how many, and how they are divided into panels
-  uint8_t *packed;
-  Peak *peaks;
-  int64_t start, count, panels, height;
+  uint8_t *packed = nullptr;
+  Peak *peaks = nullptr;
+  int64_t start = 0, count = 0, panels = 0, height = 0;
 
   int64_t blocks() const { return k / Weight::block_values; }
   int64_t row_bytes() const { return k / Kind::unit * Kind::row_bytes; }

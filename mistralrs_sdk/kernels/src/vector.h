@@ -131,7 +131,7 @@ inline Floats load_pair(const Half* a, const Half* b) {
 #else
 template <class T>
 inline Floats load_pair(const T* a, const T* b) {
-  Floats x;
+  Floats x{};
   for (int i = 0; i < WIDTH / 2; i++) {
     x[i] = to_float(a[i]);
     x[WIDTH / 2 + i] = to_float(b[i]);
