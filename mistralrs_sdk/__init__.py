@@ -86,6 +86,12 @@ if TYPE_CHECKING:
         TokenSource,
     )
     from mistralrs_sdk.constraints.constraint import Constraint
+    from mistralrs_sdk.device_map import (
+        AutoDeviceMapParams,
+        DeviceLayerMapMetadata,
+        DeviceMapMetadata,
+        DeviceMapSetting,
+    )
     from mistralrs_sdk.engine.metrics import EngineMetrics
     from mistralrs_sdk.engine.scheduler import SchedulerStats
     from mistralrs_sdk.errors import (
@@ -139,7 +145,6 @@ if TYPE_CHECKING:
         AnyMoeExpertType,
         AnyMoeModelBuilder,
         AudioInput,
-        DeviceMapSetting,
         DiffusionGenerationParams,
         DiffusionLoaderType,
         DiffusionModelBuilder,
@@ -190,6 +195,7 @@ _HOME = {
     "AnyMoeModelBuilder": "unsupported_names",
     "Architecture": "which",
     "AudioInput": "unsupported_names",
+    "AutoDeviceMapParams": "device_map",
     "BlockingModel": "handle.blocking",
     "CalledFunction": "chat.tools",
     "ChatCompletionChunkResponse": "chat.responses",
@@ -209,7 +215,9 @@ _HOME = {
     "Constraint": "constraints.constraint",
     "DeadlineError": "errors",
     "Delta": "chat.responses",
-    "DeviceMapSetting": "unsupported_names",
+    "DeviceLayerMapMetadata": "device_map",
+    "DeviceMapMetadata": "device_map",
+    "DeviceMapSetting": "device_map",
     "DiffusionGenerationParams": "unsupported_names",
     "DiffusionLoaderType": "unsupported_names",
     "DiffusionModelBuilder": "unsupported_names",
@@ -336,6 +344,7 @@ __all__ = [
     "AnyMoeModelBuilder",
     "Architecture",
     "AudioInput",
+    "AutoDeviceMapParams",
     "BlockingModel",
     "CalledFunction",
     "ChatCompletionChunkResponse",
@@ -355,6 +364,8 @@ __all__ = [
     "Constraint",
     "DeadlineError",
     "Delta",
+    "DeviceLayerMapMetadata",
+    "DeviceMapMetadata",
     "DeviceMapSetting",
     "DiffusionGenerationParams",
     "DiffusionLoaderType",

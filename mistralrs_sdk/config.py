@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import attrs
 
 from mistralrs_sdk.adapters import LoraAdapterSpec, LoraRuntimeConfig
+from mistralrs_sdk.device_map import DeviceMapSetting, as_device_mapping
 from mistralrs_sdk.errors import ConfigError
 from mistralrs_sdk.isq import Isq, parse_isq
 from mistralrs_sdk.token_source import TokenSource
@@ -274,6 +275,8 @@ class EngineConfig:
     dtype: ModelDType = attrs.field(default=ModelDType.AUTO, converter=_choice("dtype", ModelDType))
     device: str | None = None
     """"cpu", "cuda", "cuda:1" or "mps"; None picks the best there is."""
+    device_mapping: DeviceMapSetting | None = attrs.field(default=None, converter=as_device_mapping)
+    """Where the layers go if several devices hold them; None: all are on `device`."""
     isq: Isq | None = attrs.field(default=None, converter=attrs.converters.optional(parse_isq))
     """What weights are quantised to while loading: a type, or bits; None leaves them."""
     topology: Topology | None = None
@@ -385,6 +388,8 @@ class EngineConfig:
         if self.imatrix is not None:
             refuse_unused_imatrix(self.imatrix, isq=self.isq, topology=self.topology)
         self._refuse_useless_switches()
+        if self.device_mapping is not None:
+            self._refuse_unmapped(self.device_mapping)
         if self.tensor_parallel > 1:
             self._refuse_undivided()
         if not isinstance(self.paged_attn, PagedAttentionConfig):
@@ -399,6 +404,29 @@ class EngineConfig:
                 'paged_attn cache_type (f8e4m3) is not possible with device ("cpu"): '
                 'use cache_type "auto" there'
             )
+
+    def _refuse_unmapped(self, mapping: DeviceMapSetting) -> None:
+        """What is not done where layers are on several devices."""
+        first = mapping.first_device
+        own = "cuda:0" if self.device == "cuda" else self.device
+        if own is not None and first is not None and own != first:
+            raise ConfigError(
+                f"device ({self.device!r}) and device_mapping ({mapping}) contradict: the first "
+                f"device of a map is the model's ({first}); leave device out"
+            )
+        apart = {
+            "paged_attn (None)": self.paged_attn is None and not self.no_kv_cache,
+            "LoRA adapters": self.lora is not None,
+            f"tensor_parallel ({self.tensor_parallel})": self.tensor_parallel > 1,
+            "topology": self.topology is not None
+            and any(layer.device is not None for _, layer in self.topology.entries),
+        }
+        for name, there in apart.items():
+            if there:
+                raise ConfigError(
+                    f"device_mapping ({mapping}) and {name} do not go together: leave one of "
+                    "them out"
+                )
 
     def _refuse_undivided(self) -> None:
         """What ranks do not do together."""

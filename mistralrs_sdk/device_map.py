@@ -1,16 +1,239 @@
-"""Which layers go to which device: a pure function over devices and sizes."""
+"""Which layers go to which device: what can be asked for, and a pure function over sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import attrs
 
-from mistralrs_sdk.errors import ModelLoadError
+from mistralrs_sdk.errors import ConfigError, ModelLoadError, UnsupportedError
 
 _MIB = 2**20
 UNIFIED_FRACTION = 0.75
 """Share of its memory that counts on an accelerator that has it in common with the CPU."""
+_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,4}")
+_ENTRY = re.compile(r"(?:cuda:)?([0-9]{1,4}|cpu):([0-9]{1,9})")
+
+
+def _device(ordinal: Any) -> str:
+    """A device as torch calls it, from its number or its name."""
+    if isinstance(ordinal, int) and not isinstance(ordinal, bool) and 0 <= ordinal < 10_000:
+        return f"cuda:{ordinal}"
+    if isinstance(ordinal, str) and _DEVICE.fullmatch(ordinal):
+        return ordinal
+    raise ConfigError(
+        f"the device of some layers ({ordinal!r:.80}) must be the number of a CUDA device, "
+        '"cuda:N" or "cpu"'
+    )
+
+
+@attrs.frozen
+class DeviceLayerMapMetadata:
+    """How many layers a device takes.
+
+    `ordinal` is the number of a CUDA device, or a name: "cuda:1", "cpu".
+
+    Raises:
+        ConfigError: a value is neither, or there are no layers.
+    """
+
+    ordinal: str = attrs.field(converter=_device)
+    layers: int = attrs.field()
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 1:
+            raise ConfigError(
+                f"the layers on {self.ordinal} ({self.layers!r:.80}) must be a whole number of at "
+                "least 1: leave the device out if it takes none"
+            )
+
+
+def _runs(layers: Any) -> tuple[DeviceLayerMapMetadata, ...]:
+    runs = tuple(layers) if isinstance(layers, Iterable) else (layers,)
+    for run in runs:
+        if not isinstance(run, DeviceLayerMapMetadata):
+            raise ConfigError(
+                f"the layers of a device ({run!r:.80}) must be a "
+                "DeviceLayerMapMetadata(ordinal, layers)"
+            )
+    return runs
+
+
+@attrs.frozen
+class DeviceMapMetadata:
+    """Runs of consecutive layers, in order: so many on the first device, so many on the next.
+
+    The first device also holds what is in no layer. Layers that are left over go to the CPU, as in
+    mistral.rs. Without runs every layer is on one device.
+
+    Raises:
+        ConfigError: an entry is no `DeviceLayerMapMetadata`.
+    """
+
+    device_layers: tuple[DeviceLayerMapMetadata, ...] = attrs.field(default=(), converter=_runs)
+
+    @classmethod
+    def from_num_device_layers(
+        cls, device_layers: Iterable[DeviceLayerMapMetadata]
+    ) -> DeviceMapMetadata:
+        """So many layers on each of these devices."""
+        return cls(device_layers)
+
+    @classmethod
+    def dummy(cls) -> DeviceMapMetadata:
+        """Every layer on one device."""
+        return cls()
+
+
+@attrs.frozen(kw_only=True)
+class AutoDeviceMapParams:
+    """What there must be room for where layers are placed by size.
+
+    Raises:
+        ConfigError: a number is below 1.
+    """
+
+    max_seq_len: int = 4096
+    """Tokens of a sequence."""
+    max_batch_size: int = 1
+    """Sequences."""
+
+    @classmethod
+    def Text(  # noqa: N802 (mistral.rs' name)
+        cls, max_seq_len: int = 4096, max_batch_size: int = 1
+    ) -> AutoDeviceMapParams:
+        """The keys and values of so many sequences of so many tokens."""
+        return cls(max_seq_len=max_seq_len, max_batch_size=max_batch_size)
+
+    @classmethod
+    def Multimodal(cls, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: N802 (mistral.rs' name)
+        """Not done: `UnsupportedError`. Models here read text only."""
+        raise UnsupportedError(
+            "AutoDeviceMapParams.Multimodal is not supported: models here read text only; use Text"
+        )
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("max_seq_len", "max_batch_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} ({value!r:.80}) must be a whole number of at least 1")
+
+
+@attrs.frozen(repr=False)
+class DeviceMapSetting:
+    """Where the layers of a model go; made by a class method.
+
+    Raises:
+        ConfigError: what is given is no map, or no parameters.
+    """
+
+    placed: DeviceMapMetadata | None = None
+    """Set by hand."""
+    auto: AutoDeviceMapParams | None = None
+    """By size."""
+
+    @classmethod
+    def Map(cls, layers: DeviceMapMetadata) -> DeviceMapSetting:  # noqa: N802 (mistral.rs' name)
+        """So many layers on each device."""
+        if not isinstance(layers, DeviceMapMetadata):
+            raise ConfigError(f"DeviceMapSetting.Map({layers!r:.80}): must be a DeviceMapMetadata")
+        return cls(placed=layers)
+
+    @classmethod
+    def Auto(  # noqa: N802 (mistral.rs' name)
+        cls, params: AutoDeviceMapParams | None = None
+    ) -> DeviceMapSetting:
+        """Over all CUDA devices, by size; on the first alone if the model fits there."""
+        params = AutoDeviceMapParams() if params is None else params
+        if not isinstance(params, AutoDeviceMapParams):
+            raise ConfigError(
+                f"DeviceMapSetting.Auto({params!r:.80}): must be AutoDeviceMapParams.Text(...)"
+            )
+        return cls(auto=params)
+
+    @classmethod
+    def dummy(cls) -> DeviceMapSetting:
+        """Every layer on one device, the default."""
+        return cls(placed=DeviceMapMetadata.dummy())
+
+    @classmethod
+    def Nccl(cls, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: N802 (mistral.rs' name)
+        """Not done: `UnsupportedError`. Use `with_tensor_parallel`."""
+        raise UnsupportedError(
+            "DeviceMapSetting.Nccl is not supported: with_tensor_parallel(n) divides every layer"
+        )
+
+    @classmethod
+    def DummyNccl(cls, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: N802 (mistral.rs' name)
+        """Not done: `UnsupportedError`. Use `with_tensor_parallel`."""
+        raise UnsupportedError(
+            "DeviceMapSetting.DummyNccl is not supported: with_tensor_parallel(n) divides every "
+            "layer"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceMapSetting:
+        """Read "auto", or "0:16;1:16": the number of a device (or "cpu") and its layers.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if text.strip().lower() == "auto":
+            return cls.Auto()
+        found = [_ENTRY.fullmatch(entry.strip()) for entry in text.split(";")]
+        if not all(found):
+            raise ConfigError(
+                f"device_mapping ({text!r:.80}) must be auto, or devices and their numbers of "
+                "layers: 0:16;1:16"
+            )
+        runs = [
+            DeviceLayerMapMetadata("cpu" if match[1] == "cpu" else int(match[1]), int(match[2]))
+            for match in found
+            if match is not None
+        ]
+        return cls.Map(DeviceMapMetadata.from_num_device_layers(runs))
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it asks for nothing."""
+        return self.auto is None and (self.placed is None or not self.placed.device_layers)
+
+    @property
+    def first_device(self) -> str | None:
+        """The device that holds what is in no layer, where it is set by hand."""
+        runs = () if self.placed is None else self.placed.device_layers
+        return runs[0].ordinal if runs else None
+
+    def __str__(self) -> str:
+        if self.auto is not None:
+            return "auto"
+        runs = () if self.placed is None else self.placed.device_layers
+        return ";".join(f"{run.ordinal}:{run.layers}" for run in runs) or "one device"
+
+    def __repr__(self) -> str:
+        if self.auto is not None:
+            return f"DeviceMapSetting.Auto({self.auto!r})"
+        if self.is_dummy:
+            return "DeviceMapSetting.dummy()"
+        return f"DeviceMapSetting.Map({self.placed!r})"
+
+
+def as_device_mapping(value: Any) -> DeviceMapSetting | None:
+    """A setting, from itself or its text; None, too, for one that asks for nothing.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    setting = DeviceMapSetting.parse(value) if isinstance(value, str) else value
+    if setting is None:
+        return None
+    if not isinstance(setting, DeviceMapSetting):
+        raise ConfigError(
+            f"device_mapping ({value!r:.80}) must be a DeviceMapSetting, or its text: 0:16;1:16"
+        )
+    return None if setting.is_dummy else setting
 
 
 @attrs.frozen(kw_only=True)

@@ -10,6 +10,7 @@ ReadText = Callable[[str], str | None]
 """Gives the text of a file, or None if it cannot be read."""
 
 _CGROUP = "/sys/fs/cgroup"
+_OUT_OF_MEMORY = ("out of memory", "allocate memory", "enough memory", "ALLOC_FAILED")
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2**63."""
 
@@ -26,7 +27,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out; torch's CPU allocator has no type for it."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and "memory" in str(error)
+    said = str(error)  # also of an illegal memory access, after which a GPU computes no more
+    return isinstance(error, RuntimeError) and any(words in said for words in _OUT_OF_MEMORY)
 
 
 def allowed_cpus() -> Collection[int]:

@@ -32,7 +32,7 @@ class MemoryPlan:
     weights: str
     """The types the matrices are kept in, and how many there are of each."""
     activation_bytes: int
-    """Temporary computation of a step, estimated from the batch limits."""
+    """Temporary computation of a step, estimated from the batch limits unless it was measured."""
     reserve_bytes: int
     """Kept free besides when the KV cache is sized."""
     cache: Literal["paged", "dense", "none"]
@@ -53,13 +53,29 @@ class MemoryPlan:
     max_num_batched_tokens: int
     adapter_bytes: int = 0
     """The LoRA adapters that are loaded with the model."""
+    activations_measured: bool = False
+    """Whether `activation_bytes` is what a step took on the device."""
+    attention_bytes: int = 0
+    """FlashInfer's workspace and the buffers of its wrappers; 0 where it does not attend."""
+    graph_bytes: int = 0
+    """What CUDA graphs keep, as an estimate; 0 without them."""
     device_map: DeviceMap | None = None
-    """Where layers would go if there are several devices; `build()` uses the first."""
+    """Which layers go to which device, or would go if several devices are there but not asked for.
+
+    With several, the numbers of bytes are of all of them together."""
+    is_mapped: bool = False
+    """Whether `build()` places the layers so; if not, they are all on `device`."""
 
     @property
     def block_size(self) -> int | None:
         """Tokens per block; None if the cache is not paged."""
         return self.kv_growth if self.cache == "paged" else None
+
+    @property
+    def taken_bytes(self) -> int:
+        """What there must be room for besides the KV cache."""
+        weights = self.weight_bytes + self.adapter_bytes
+        return weights + self.activation_bytes + self.attention_bytes + self.graph_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -97,7 +113,9 @@ class MemoryPlan:
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         yield "model", self.architecture, self.name
         yield "device", self.device, f"{_mib(self.free_bytes)} free"
-        if self.device_map is not None:
+        if self.device_map is not None and self.is_mapped:
+            yield "layers", f"{len(self.device_map.placed)} runs", self._map()
+        elif self.device_map is not None:
             yield "layers", "one device", f"{self.device} only; by size they would go {self._map()}"
         millions = f"{self.num_parameters / 1e6:.1f} M parameters, {self.weights}"
         yield "weights", _mib(self.weight_bytes), millions
@@ -106,8 +124,13 @@ class MemoryPlan:
         yield (
             "activations",
             _mib(self.activation_bytes),
-            f"estimate: {self.max_num_batched_tokens} tokens a step, {self.max_num_seqs} sequences",
+            f"{'measured' if self.activations_measured else 'estimate'}: "
+            f"{self.max_num_batched_tokens} tokens a step, {self.max_num_seqs} sequences",
         )
+        if self.attention_bytes:
+            yield "FlashInfer", _mib(self.attention_bytes), "its workspace and wrappers"
+        if self.graph_bytes:
+            yield "CUDA graphs", _mib(self.graph_bytes), "estimate"
         yield "reserve", _mib(self.reserve_bytes), "kept free"
         yield "KV cache", _mib(self.kv_bytes), self._cache()
         yield "KV per token", f"{self.kv_bytes_per_token} bytes", "model"

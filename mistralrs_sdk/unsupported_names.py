@@ -159,9 +159,3 @@ class MultimodalLoaderType(UnsupportedName):
     """Not done: `UnsupportedError`. Models here read text only."""
 
     _way_out = "models here read text only"
-
-
-class DeviceMapSetting(UnsupportedName):
-    """Not done: `UnsupportedError`. All layers run on one device."""
-
-    _way_out = "all layers run on one device; with_device chooses it"

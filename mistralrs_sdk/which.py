@@ -177,6 +177,7 @@ _SETTINGS: Mapping[str, tuple[str, Any]] = {
     "flashinfer": ("with_flashinfer", None),
     "cuda_graphs": ("with_cuda_graphs", None),
     "tensor_parallel": ("with_tensor_parallel", 1),
+    "num_device_layers": ("with_device_mapping", None),
     "max_queue": ("with_max_queue", None),
     "prefix_cache_n": ("with_prefix_cache_n", 16),
     "chat_template": ("with_chat_template", None),

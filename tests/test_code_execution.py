@@ -213,7 +213,7 @@ async def test_process_that_kills_itself_is_replaced(workspaces):
 async def test_answer_that_the_code_forged_ends_the_session(workspaces):
     """Whatever comes over the line of answers and is none, is no result."""
     attempt = "try: os.write(fd, b'[1]\\n')\n    except OSError: pass"
-    code = f"import os\nfor fd in range(3, 20):\n    {attempt}"
+    code = f"import os\nfor fd in range(3, 1024):\n    {attempt}"
 
     with pytest.raises(ToolError, match="Python has ended"):
         await python(workspaces, code)

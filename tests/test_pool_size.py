@@ -13,6 +13,7 @@ from mistralrs_sdk.engine.pool_size import (
     GIB,
     MIB,
     DeviceMemory,
+    PoolPlace,
     PoolSize,
     choose_pool_size,
     estimate_activations,
@@ -31,15 +32,25 @@ def cpu(free: int) -> DeviceMemory:
 
 def choose(memory: DeviceMemory, wanted: MemoryGpuConfig | None = None, **changes) -> PoolSize:
     """A model with a context of 2000 tokens of 1 KiB, 4 sequences, blocks of 16."""
+    place = PoolPlace(
+        name="here",
+        bytes_per_token=PER_TOKEN,
+        activation_bytes=changes.pop("activation_bytes", 0),
+        memory=memory,
+    )
+    return choose_over([place], wanted, **changes)
+
+
+def choose_over(
+    places: list[PoolPlace], wanted: MemoryGpuConfig | None = None, **changes
+) -> PoolSize:
     settings = {
         "block_size": BLOCK,
-        "bytes_per_token": PER_TOKEN,
         "max_num_seqs": 4,
         "model_context": 2000,
         "max_model_len": None,
-        "activation_bytes": 0,
     }
-    return choose_pool_size(wanted=wanted, memory=memory, **(settings | changes))
+    return choose_pool_size(wanted=wanted, places=places, **(settings | changes))
 
 
 def test_reserve_is_two_percent_and_at_least_512_mib():
@@ -349,3 +360,45 @@ def test_a_step_is_never_larger_than_what_the_sequences_can_hold():
     assert activations(max_num_seqs=1, max_model_len=100) == activations(
         max_num_seqs=1, max_model_len=100, max_num_batched_tokens=100
     )
+
+
+# Several devices
+
+
+def gpu_place(name: str, free: int, share: int) -> PoolPlace:
+    """A quarter of the layers for each `share`, on a card of 8 GiB."""
+    return PoolPlace(
+        name=name,
+        bytes_per_token=PER_TOKEN * share // 4,
+        activation_bytes=100 * MIB,
+        memory=DeviceMemory(free=free, total=8 * GIB, is_cpu=False),
+    )
+
+
+def test_the_device_with_least_room_for_its_layers_decides():
+    """Three quarters of the layers in 4 GiB against one quarter in 2; the device is named."""
+    places = [gpu_place("cuda:0", 4 * GIB, 3), gpu_place("cuda:1", 2 * GIB, 1)]
+
+    size = choose_over(places, MemoryGpuConfig.Utilization(1.0))
+
+    block = BLOCK * PER_TOKEN * 3 // 4
+    assert size.num_blocks - 1 == (4 * GIB - 512 * MIB - 100 * MIB) // block
+    assert size.reason == "Utilization(1.0) on cuda:0"
+    assert choose_over(places[:1], MemoryGpuConfig.Utilization(1.0)).reason == "Utilization(1.0)"
+
+
+def test_an_amount_is_of_the_whole_pool():
+    """400 MiB are 300 and 100; 4000 are refused for the device that lacks its part."""
+    places = [gpu_place("cuda:0", 4 * GIB, 3), gpu_place("cuda:1", GIB, 1)]
+
+    size = choose_over(places, MemoryGpuConfig.MbAmount(400))
+
+    assert size.num_blocks - 1 == 400 * MIB // (BLOCK * PER_TOKEN)
+    with pytest.raises(ModelLoadError, match=r"MbAmount\(4000\).*0.98 GiB on cuda:1 but only 0.40"):
+        choose_over(places, MemoryGpuConfig.MbAmount(4000))
+
+
+def test_what_others_took_is_said_where_nothing_is_left():
+    """A second model on a card that the first one fills."""
+    with pytest.raises(ConfigError, match=r"7.50 of 8.00 GiB are taken.*a size each"):
+        choose_over([gpu_place("cuda:0", GIB // 2, 4)])

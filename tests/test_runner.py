@@ -33,7 +33,7 @@ from tests.model_helpers import tiny_folder
 EXAMPLES = Path(__file__).parent.parent / "examples" / "getting_started"
 VARIANTS = ("XLora", "Lora", "XLoraGGUF", "LoraGGUF", "GGML", "XLoraGGML")
 VARIANTS += ("LoraGGML", "MultimodalPlain", "VisionPlain", "DiffusionPlain", "Speech")
-REFUSED = ("mtp_model", "mtp_n_predict", "num_device_layers", "anymoe_config")
+REFUSED = ("mtp_model", "mtp_n_predict", "anymoe_config")
 REFUSED += ("enable_search", "search_embedding_model", "search_callback")
 
 

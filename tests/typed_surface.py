@@ -35,6 +35,13 @@ def weather(city: str) -> str:
     return f"Sunny in {city}."
 
 
+def map_layers(builder: ModelBuilder) -> ModelBuilder:
+    runs = [m.DeviceLayerMapMetadata(0, 16), m.DeviceLayerMapMetadata("cpu", 2)]
+    by_hand = m.DeviceMapSetting.Map(m.DeviceMapMetadata.from_num_device_layers(runs))
+    by_size = m.DeviceMapSetting.Auto(m.AutoDeviceMapParams.Text(max_seq_len=8192))
+    return builder.with_device_mapping(by_hand).with_device_mapping(by_size)
+
+
 def serve_or_build(builder: ModelBuilder) -> None:
     served: bool = m.serve_rank(builder.with_tensor_parallel(2))
     print(served)
@@ -229,7 +236,6 @@ def what_may_be_raised() -> tuple[type[m.MistralRsError], ...]:
 def what_is_refused() -> tuple[type[object], ...]:
     return (
         m.AnyMoeConfig,
-        m.DeviceMapSetting,
         m.MultimodalLoaderType,
         m.SpeechLoaderType,
         m.DiffusionLoaderType,

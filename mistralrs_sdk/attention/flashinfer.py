@@ -164,7 +164,8 @@ class FlashInferBackend:
                 k = q[:, : spec.num_kv_heads]
                 self.run(spec, layer, q, k, k)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            # The stream, not the device: another model may be capturing a graph there.
+            torch.cuda.current_stream(device).synchronize()
 
     def _plan_decodes(self, pages: PageTable) -> None:
         for spec in self._distinct:

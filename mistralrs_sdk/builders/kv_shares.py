@@ -43,7 +43,7 @@ def _share(
     """Bytes for the pool of one model among those on its device, itself included."""
     taken, sequences, alone = 0, 0, []
     for other, wish in neighbours:
-        own = other.weight_bytes + other.adapter_bytes + other.activation_bytes
+        own = other.taken_bytes
         taken += own
         if other.cache == "paged" and _is_shared(wish):
             sequences += other.max_num_seqs

@@ -20,6 +20,7 @@ from mistralrs_sdk.config import (
     Progress,
     TokenSource,
 )
+from mistralrs_sdk.device_map import DeviceMapSetting
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
 from mistralrs_sdk.isq import IsqBits, IsqType
 from mistralrs_sdk.logs import configure_logging
@@ -191,6 +192,14 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
                 "leave one of them out"
             )
         return self._configure("with_force_cpu", device="cpu")._replace(force_cpu=True)
+
+    def with_device_mapping(self, mapping: DeviceMapSetting | str) -> Self:
+        """Spread the layers over several devices: a `DeviceMapSetting`, or "auto", or "0:16;1:16".
+
+        The text names CUDA devices (or "cpu") and their numbers of layers. Default: the model's
+        device holds all.
+        """
+        return self._configure("with_device_mapping", device_mapping=mapping)
 
     def with_flashinfer(self, on: bool = True) -> Self:
         """Attend with FlashInfer on an NVIDIA GPU, or never. Default: where it can.

@@ -23,7 +23,6 @@ _OWN_FILES = (
 _NO_SEARCH = "nothing here searches the web; offer your own search with with_tool_callback"
 _TEXT_ONLY = "models here read text only; leave it out"
 _FOUND_OUT = "the model's own files say what it is; leave it out"
-_ONE_DEVICE = "all layers run on one device; with_device chooses it"
 
 
 class RefusedSettings:
@@ -45,4 +44,3 @@ class RefusedSettings:
     with_max_edge = unsupported_method("with_max_edge", _TEXT_ONLY)
     with_mmproj_files = unsupported_method("with_mmproj_files", _TEXT_ONLY)
     with_loader_type = unsupported_method("with_loader_type", _FOUND_OUT)
-    with_device_mapping = unsupported_method("with_device_mapping", _ONE_DEVICE)

@@ -198,6 +198,13 @@ def _add_method_flags(group: argparse._ArgumentGroup) -> None:
             help=f"{what} on an NVIDIA GPU, or fail with the reasons (where it can)",
         )
     add(
+        "-n",
+        "--device-layers",
+        dest="with_device_mapping",
+        metavar="MAP",
+        help='layers on each device, such as "0:16;1:16", or auto (one device holds all)',
+    )
+    add(
         "--tensor-parallel",
         dest="with_tensor_parallel",
         type=int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -14,8 +15,7 @@ import torch
 
 from mistralrs_sdk.attention.backend import AttentionBackend
 from mistralrs_sdk.attention.dense import DenseSdpaBackend
-from mistralrs_sdk.attention.kv_cache import DenseKVCache, PagedKVCache
-from mistralrs_sdk.attention.sdpa import UncachedSdpaBackend
+from mistralrs_sdk.attention.kv_cache import DenseKVCache
 from mistralrs_sdk.config import (
     EngineConfig,
     MemoryGpuConfig,
@@ -35,10 +35,11 @@ from mistralrs_sdk.engine.memory import (
     device_memory,
     paged_config,
     plan_layers,
+    release_cached,
 )
 from mistralrs_sdk.engine.model_runner import ModelRunner
-from mistralrs_sdk.engine.paged_attention import TORCH_DTYPES, KvDType, make_backend
-from mistralrs_sdk.engine.pool_size import KNOBS
+from mistralrs_sdk.engine.paged_attention import KvDType
+from mistralrs_sdk.engine.paged_pool import make_pool, with_measured_plan, without_cache
 from mistralrs_sdk.engine.prompt_batch import CPU_MIXED_PROMPT_TOKENS
 from mistralrs_sdk.engine.rank_place import place_of
 from mistralrs_sdk.engine.scheduler import Scheduler, SchedulerConfig
@@ -170,14 +171,18 @@ def build_engine(
         settled.checkpoint,
         dtype=dtype,
         device=device,
+        device_of=None if settled.places is None else settled.places.device_of,
         model=settled.model,
         forms=settled.forms,
         importance=importance,
         progress=progress,
         cancelled=cancelled,
     )
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what reading the weights left behind
+    if settled.places is not None:
+        model.model.runs = settled.places.runs
+    if link is None:
+        settled = with_measured_plan(settled, model, origins)
+    release_cached(device)  # what reading the weights left behind
     resolved, scheduler, backend = _choose_cache(settled, origins)
     graphs = None
     if resolved.cuda_graphs:
@@ -218,6 +223,7 @@ def build_engine(
         scheduler,
         runner if link is None else link.ready(runner),
         look_ahead=look_ahead,
+        release_memory=functools.partial(release_cached, device),
         log_throughput=config.throughput_logging,
         log_steps=log_steps,
     )
@@ -245,7 +251,8 @@ def plan_engine(
         place = place_of(os.environ, config.tensor_parallel)
         parallel = TensorParallel(place.rank, place.size, local_size=place.local_size)
     settled = settle(checkpoint, config, {}, parallel=parallel, adapters=adapters)
-    if settled.device.type != "cuda" or torch.cuda.device_count() == 1:
+    one = settled.device.type != "cuda" or torch.cuda.device_count() == 1
+    if one or config.device_mapping is not None:
         return settled.plan
     devices = cuda_devices(settled.device, device_memory(settled.device))
     layers = plan_layers(
@@ -269,7 +276,8 @@ def _choose_cache(
     if config.no_kv_cache:
         resolved = attrs.evolve(config, prefix_cache_n=None, paged_attn=None)
         origins["prefix_cache_n"] = "off with no_kv_cache"
-        return resolved, DefaultScheduler(_scheduler_config(resolved)), UncachedSdpaBackend()
+        backend = without_cache(settled)
+        return resolved, DefaultScheduler(_scheduler_config(resolved)), backend
     if config.paged_attn is None:
         caches = DenseKVCache(model.specs, dtype=settled.dtype, device=settled.device)
         default = DefaultScheduler(
@@ -284,19 +292,6 @@ def _choose_cache(
     assert paged is not None, "planned so"
     assert plan.block_size is not None, "planned so"
     origins["paged_attn"] = plan.kv_reason
-    try:
-        cache = PagedKVCache(
-            model.specs,
-            num_blocks=plan.num_blocks + 1,
-            block_size=plan.block_size,
-            dtype=TORCH_DTYPES[settled.kv_dtype],
-            device=settled.device,
-        )
-    except (torch.OutOfMemoryError, OSError) as error:  # OSError: of mmap
-        raise ModelLoadError(
-            f"the KV cache ({plan.kv_reason}) takes {plan.kv_bytes / 2**30:.2f} GiB, which was "
-            f"planned and is no longer free on {settled.device} ({error}); lower it with {KNOBS}"
-        ) from error
     memory = MemoryGpuConfig.ContextSize(plan.num_tokens)
     resolved = attrs.evolve(config, paged_attn=attrs.evolve(paged, gpu_memory=memory))
     scheduler = Scheduler(
@@ -304,14 +299,8 @@ def _choose_cache(
         BlockPool(plan.num_blocks + 1, plan.block_size),
         model=next(_model_uids),
     )
-    resolved, backend = make_backend(
-        settled.paged_backend,
-        cache,
-        model.specs,
-        config=resolved,
-        dtype=settled.dtype,
-        origins=origins,
-    )
+    settled = attrs.evolve(settled, config=resolved)
+    resolved, backend = make_pool(settled, model, num_blocks=plan.num_blocks + 1, origins=origins)
     return resolved, scheduler, backend
 
 

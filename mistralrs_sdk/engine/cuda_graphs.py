@@ -280,7 +280,7 @@ class CudaGraphs:
 
     def capture(self, step: Callable[[], Tensor]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        with _capturing, torch.cuda.device(self._device):
+        with capturing, torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             torch.cuda.empty_cache()  # as capturing does first: it is not to count as given back
             before = torch.cuda.memory_reserved()
@@ -302,8 +302,10 @@ class CudaGraphs:
         return _CudaGraph(graph, output, taken)
 
 
-_capturing = threading.Lock()
-"""Two captures at once are more than torch can take, and each model has a thread."""
+capturing = threading.Lock()
+"""Held while a graph is captured: torch cannot take two at once, nor give memory back meanwhile.
+
+Each model has a thread."""
 
 
 @attrs.frozen(eq=False)

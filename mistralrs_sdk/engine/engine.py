@@ -6,6 +6,7 @@ import heapq
 import itertools
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -29,11 +30,12 @@ from mistralrs_sdk.engine.scheduler import (
 from mistralrs_sdk.engine.sequence import Sequence as EngineSequence
 from mistralrs_sdk.engine.sequence import Status
 from mistralrs_sdk.engine.throughput import ThroughputLog
+from mistralrs_sdk.machine import is_out_of_memory
 
 logger = logging.getLogger("mistralrs_sdk.engine")
 
 MAX_FAILED_STEPS = 3
-"""Steps in a row that may fail before the engine gives up."""
+"""Steps in a row that may fail before the engine gives up; running out of memory does not count."""
 MAX_STALE_DEADLINES = 1024
 """Deadlines of requests that have ended, kept until the next is set: some are days ahead."""
 
@@ -77,15 +79,19 @@ class Engine:
         runner: Runner,
         *,
         look_ahead: LookAhead | None = None,
+        release_memory: Callable[[], None] = lambda: None,
         log_throughput: bool = False,
         log_steps: bool = False,
     ) -> None:
-        """`look_ahead`, over the same scheduler and runner, launches steps early."""
+        """`look_ahead`, over the same scheduler and runner, launches steps early.
+
+        `release_memory` is called when a step ran out of memory and what it held is gone."""
         self.scheduler = scheduler
         self.runner = runner
         self.is_wanted: Callable[[], bool] = lambda: False
         """Asked before a step is launched ahead, which is left: does somebody wait for a pause?"""
         self._look_ahead = look_ahead
+        self._release_memory = release_memory
         self._throughput = ThroughputLog(scheduler.stats()) if log_throughput else None
         self._log_steps = log_steps
         self._metrics = MetricsRecorder()
@@ -132,7 +138,8 @@ class Engine:
         """Compute one step; returns what the sequences in it have to report.
 
         Raises:
-            Exception: whatever the runner raised, when it failed three times in a row.
+            Exception: whatever the runner raised, when it failed three times in a row, not counting
+                lack of memory.
         """
         outputs = self._expire(time.perf_counter())
         if self._throughput is not None:
@@ -271,6 +278,8 @@ class Engine:
         self, scheduled: Sequence[Scheduled], error: Exception
     ) -> Sequence[SampledToken | None]:
         """End the sequences of a failed step; raise the error if it is one too many in a row."""
+        if is_out_of_memory(error):
+            return self._end_for_memory(scheduled, error)
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
@@ -279,6 +288,32 @@ class Engine:
         )
         failed = [item.sequence for item in scheduled]
         self.scheduler.end(failed, "error", f"{type(error).__name__}: {error}")
+        return [None] * len(scheduled)
+
+    def _end_for_memory(
+        self, scheduled: Sequence[Scheduled], error: Exception
+    ) -> Sequence[SampledToken | None]:
+        """End the sequences of a step that ran out of memory, and go on with the others.
+
+        However often: the next step may be smaller, or others give memory back.
+        """
+        logger.error(
+            "a step ran out of memory (%s); its sequences end with that",
+            _lengths(scheduled),
+            exc_info=error,
+        )
+        tokens = sum(item.num_tokens for item in scheduled)
+        self.scheduler.end(
+            [item.sequence for item in scheduled],
+            "error",
+            f"memory ran out in a step of {tokens} tokens of {len(scheduled)} sequences "
+            f"({type(error).__name__}: {error}); lower max_num_batched_tokens, "
+            "max_prefill_chunk_tokens or max_num_seqs, or leave more memory beside the KV cache "
+            "(PagedAttentionMetaBuilder().with_gpu_memory)",
+        )
+        # The tensors of the step are alive as long as the frames that the traceback names.
+        traceback.clear_frames(error.__traceback__)
+        self._release_memory()
         return [None] * len(scheduled)
 
 

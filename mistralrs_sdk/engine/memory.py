@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -12,10 +12,13 @@ import torch
 from mistralrs_sdk.attention.kv_cache import DENSE_GROWTH, bytes_per_token
 from mistralrs_sdk.config import EngineConfig, PagedAttentionConfig
 from mistralrs_sdk.device_map import UNIFIED_FRACTION, DeviceMap, MapDevice, MapSizes, map_layers
+from mistralrs_sdk.engine.cuda_graphs import capturing
+from mistralrs_sdk.engine.kept_memory import KeptMemory, kept_memory
 from mistralrs_sdk.engine.pool_size import (
     KNOBS,
     Activations,
     DeviceMemory,
+    PoolPlace,
     choose_pool_size,
     estimate_activations,
 )
@@ -29,6 +32,42 @@ _FRACTION = "MISTRALRS_IGPU_MEMORY_FRACTION"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
+@attrs.frozen(kw_only=True)
+class DeviceShare:
+    """What one device holds of a model."""
+
+    device: torch.device
+    layers: tuple[int, ...]
+    holds_rest: bool
+    """Whether embedding, last norm and head are there, too."""
+    memory: DeviceMemory
+    """Before the weights are loaded."""
+
+    def forms(self, forms: Mapping[str, Form]) -> dict[str, Form]:
+        """Of the forms of a model's parameters those of this device."""
+        own = {name: layer_of(name) for name in forms}
+        return {
+            name: forms[name]
+            for name, layer in own.items()
+            if (self.holds_rest if layer is None else layer in self.layers)
+        }
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """What is known of a device once the weights are there."""
+
+    activation_bytes: int
+    """What the largest step takes."""
+    left: DeviceMemory
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a parameter of this name is in; None for those in no layer."""
+    match = _LAYER.match(name)
+    return None if match is None else int(match[1])
+
+
 def plan_memory(
     model: CausalLM,
     config: EngineConfig,
@@ -39,12 +78,15 @@ def plan_memory(
     kv_dtype: torch.dtype | None = None,
     adapter_bytes: int = 0,
     memory: DeviceMemory,
+    shares: Sequence[DeviceShare] = (),
+    measured: Mapping[torch.device, Measured] | None = None,
 ) -> MemoryPlan:
-    """Size everything before the weights are read.
+    """Size everything before the weights are read, or again with what was `measured` after that.
 
     The parameters of `model` may be on "meta"; `forms` says how they are kept. `config` has its
-    device and dtype resolved; `kv_dtype` is of keys and values, `dtype` if not given;
-    `adapter_bytes` is of adapters that are loaded with it; `memory` is the device's before loading.
+    device, dtype, `flashinfer` and `cuda_graphs` resolved; `kv_dtype` is of keys and values,
+    `dtype` if not given; `adapter_bytes` is of adapters that are loaded with it; `memory` is the
+    device's before loading. `shares` are those of several devices that the layers are mapped to.
 
     Raises:
         ConfigError: a length or a size does not suit the model.
@@ -54,23 +96,52 @@ def plan_memory(
     if asked is not None and asked > context:
         raise ConfigError(f"max_model_len ({asked}) is longer than the model's context ({context})")
     length = asked or context
-    weight_bytes = total_bytes(forms)
-    kv_per_token = 0 if config.no_kv_cache else bytes_per_token(model.specs, kv_dtype or dtype)
-    activations = _activations(model, config, dtype=dtype, length=length)
-    left = memory.after_loading(weight_bytes + adapter_bytes)
     paged = paged_config(config)
+    places, kept = [], []
+    parts = shares or [_whole(model, config, memory)]
+    for share in parts:
+        found = None if measured is None else measured.get(share.device)
+        loaded = total_bytes(share.forms(forms)) + adapter_bytes
+        specs = [model.specs[layer] for layer in share.layers]
+        kept.append(
+            KeptMemory()
+            if paged is None
+            else kept_memory(
+                model.config,
+                specs,
+                config,
+                dtype=dtype,
+                block_size=paged.block_size,
+                max_model_len=length,
+                device=share.device,
+            )
+        )
+        activations = activations_of(model, config, dtype=dtype, length=length)
+        computed = activations.total if share.holds_rest else activations.mapped
+        places.append(
+            PoolPlace(
+                name=str(share.device),
+                bytes_per_token=bytes_per_token(specs, kv_dtype or dtype),
+                activation_bytes=computed if found is None else found.activation_bytes,
+                memory=share.memory.after_loading(loaded) if found is None else found.left,
+            )
+        )
+    kv_per_token = 0 if config.no_kv_cache else sum(place.bytes_per_token for place in places)
     plan = MemoryPlan(
         name=name,
         architecture=model.config.architecture,
         device=str(config.device),
         dtype=config.dtype.value,
-        free_bytes=memory.free,
+        free_bytes=sum(share.memory.free for share in parts),
         num_parameters=sum(form.num_values for form in forms.values()),
-        weight_bytes=weight_bytes,
+        weight_bytes=total_bytes(forms),
         weights=describe_forms(forms.values()),
         adapter_bytes=adapter_bytes,
-        activation_bytes=activations.total,
-        reserve_bytes=left.reserve,
+        activation_bytes=sum(place.activation_bytes for place in places),
+        activations_measured=measured is not None,
+        attention_bytes=sum(each.attention for each in kept),
+        graph_bytes=sum(each.graphs for each in kept),
+        reserve_bytes=sum(place.memory.reserve for place in places),
         cache="none" if config.no_kv_cache else "dense",
         kv_bytes_per_token=kv_per_token,
         kv_growth=DENSE_GROWTH,
@@ -87,18 +158,19 @@ def plan_memory(
     if paged is None:
         return attrs.evolve(
             plan,
-            kv_bytes=max(left.free - left.reserve - activations.total, 0),
+            kv_bytes=sum(place.safe for place in places),
             kv_reason="at most: the cache of each sequence grows with it",
         )
     size = choose_pool_size(
         wanted=paged.gpu_memory,
         block_size=paged.block_size,
-        bytes_per_token=kv_per_token,
+        places=[
+            attrs.evolve(place, activation_bytes=place.activation_bytes + each.total)
+            for place, each in zip(places, kept, strict=True)
+        ],
         max_num_seqs=config.max_num_seqs,
         model_context=context,
         max_model_len=asked,
-        activation_bytes=activations.total,
-        memory=left,
     )
     plan = attrs.evolve(
         plan,
@@ -122,8 +194,7 @@ def require_room_for_adapters(plan: MemoryPlan) -> None:
         ModelLoadError: the message says what is taken and what is free.
     """
     taken = plan.adapter_bytes
-    planned = plan.weight_bytes + plan.activation_bytes
-    planned += plan.kv_bytes if plan.cache == "paged" else 0
+    planned = plan.taken_bytes - taken + (plan.kv_bytes if plan.cache == "paged" else 0)
     if taken and planned + taken > plan.free_bytes:
         raise ModelLoadError(
             f"the adapters take {taken / 2**20:.0f} MiB beside {planned / 2**30:.2f} GiB for the "
@@ -155,10 +226,10 @@ def plan_layers(
     """
     layers = [0] * model.config.num_layers
     for name, form in forms.items():
-        match = _LAYER.match(name)
-        if match:
-            layers[int(match[1])] += form.num_bytes
-    activations = _activations(model, config, dtype=dtype, length=plan.max_model_len)
+        layer = layer_of(name)
+        if layer is not None:
+            layers[layer] += form.num_bytes
+    activations = activations_of(model, config, dtype=dtype, length=plan.max_model_len)
     sizes = MapSizes(
         layers=layers,
         non_mapped=plan.weight_bytes - sum(layers),
@@ -174,11 +245,20 @@ def plan_layers(
 def device_memory(device: torch.device) -> DeviceMemory:
     """What the device has now."""
     if device.type == "cuda":
+        release_cached(device)
         free, total = torch.cuda.mem_get_info(device)
         memory = DeviceMemory(free=free, total=total, is_cpu=False)
         integrated = torch.cuda.get_device_properties(device).is_integrated
         return memory.limited_to(integrated_fraction(os.environ)) if integrated else memory
     return DeviceMemory(free=available_memory(), total=physical_memory(), is_cpu=True)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give memory that torch keeps, and nothing uses, back to a GPU: others then see it as free."""
+    if device.type != "cuda":
+        return
+    with capturing:  # torch fails if somebody in this process captures a graph meanwhile
+        torch.cuda.empty_cache()
 
 
 def integrated_fraction(environ: Mapping[str, str]) -> float:
@@ -211,18 +291,33 @@ def cuda_devices(first: torch.device, memory: DeviceMemory) -> list[MapDevice]:
     return [MapDevice(name=f"cuda:{i}", capacity=size) for i, size in found]
 
 
-def _activations(
+def activations_of(
     model: CausalLM, config: EngineConfig, *, dtype: torch.dtype, length: int
 ) -> Activations:
-    tokens = config.max_num_batched_tokens
-    if config.device != "cpu":  # prompts are cut into chunks there, and decodes ride along
-        tokens = min(tokens, config.max_prefill_chunk_tokens + config.max_num_seqs)
-    if paged_config(config) is None:
-        tokens = max(tokens, length)  # unpaged, a prompt is not split
+    """What the largest step computes, as an estimate; sequences are up to `length` long."""
     return estimate_activations(
         model.config,
         itemsize=dtype.itemsize,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=tokens,
+        max_num_batched_tokens=most_tokens(config, length),
         max_model_len=length,
+    )
+
+
+def most_tokens(config: EngineConfig, max_model_len: int) -> int:
+    """Tokens of the largest step; `config` has its device resolved."""
+    tokens = config.max_num_batched_tokens
+    if config.device != "cpu":  # prompts are cut into chunks there, and decodes ride along
+        tokens = min(tokens, config.max_prefill_chunk_tokens + config.max_num_seqs)
+    if paged_config(config) is None:
+        tokens = max(tokens, max_model_len)  # unpaged, a prompt is not split
+    return tokens
+
+
+def _whole(model: CausalLM, config: EngineConfig, memory: DeviceMemory) -> DeviceShare:
+    return DeviceShare(
+        device=torch.device(config.device or "cpu"),
+        layers=tuple(range(model.config.num_layers)),
+        holds_rest=True,
+        memory=memory,
     )

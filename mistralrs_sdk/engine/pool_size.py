@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import attrs
 
@@ -67,6 +68,24 @@ class Activations:
 
 
 @attrs.frozen(kw_only=True)
+class PoolPlace:
+    """A device that holds the keys and values of some layers, or of all."""
+
+    name: str
+    bytes_per_token: int
+    """Of its layers."""
+    activation_bytes: int
+    """What steps compute there, and whatever else must find room beside the pool."""
+    memory: DeviceMemory
+    """Once the weights are loaded."""
+
+    @property
+    def safe(self) -> int:
+        """Bytes that the pool may take."""
+        return max(self.memory.free - self.memory.reserve - self.activation_bytes, 0)
+
+
+@attrs.frozen(kw_only=True)
 class PoolSize:
     """The pool's blocks, the null block included, and the context it is for."""
 
@@ -111,49 +130,43 @@ def choose_pool_size(
     *,
     wanted: MemoryGpuConfig | None,
     block_size: int,
-    bytes_per_token: int,
+    places: Sequence[PoolPlace],
     max_num_seqs: int,
     model_context: int,
     max_model_len: int | None,
-    activation_bytes: int,
-    memory: DeviceMemory,
 ) -> PoolSize:
     """Size the pool for `max_num_seqs` sequences of the longest length, as far as memory goes.
 
-    `memory` is what is there once the weights are loaded; `activation_bytes` of it and its reserve
-    stay free. Sizes in MiB or tokens are taken as they are, or refused if they do not fit; a
-    fraction and a best effort shrink to what fits. A pool smaller than the model's context
-    shortens the context, with a warning; one smaller than the `max_model_len` the user asked for
-    is refused.
+    Every device holds as many blocks, those of its layers; the one with least room decides. Of its
+    memory the reserve and what steps compute stay free. Sizes in MiB or tokens are of the whole
+    pool, and taken as they are or refused if they do not fit; a fraction, which is of each device,
+    and a best effort shrink to what fits. A pool smaller than the model's context shortens the
+    context, with a warning; one smaller than the `max_model_len` the user asked for is refused.
 
     Raises:
         ConfigError: the pool cannot hold one sequence of the asked length.
         ModelLoadError: the asked size, or the least of a best effort, does not fit.
     """
     length = model_context if max_model_len is None else max_model_len
-    block_bytes = block_size * bytes_per_token
-    safe = max(memory.free - memory.reserve - activation_bytes, 0)
-    if wanted is None and memory.is_cpu:
-        useful = max_num_seqs * -(-length // block_size) * block_bytes
-        half = max(memory.free - activation_bytes, 0) // 2
-        size = min(useful, AUTO_CPU_BYTES, half)
-        reason = (
-            "what max_num_seqs sequences of max_model_len can use, "
-            "at most 4 GiB and half of the free RAM"
-        )
-    else:
-        wanted = wanted or MemoryGpuConfig.Utilization(AUTO_GPU_FRACTION)
-        size, reason = _asked_size(wanted, block_size, bytes_per_token, memory), str(wanted)
-        if wanted.kind in ("utilization", "best_effort"):
-            size = min(size - _kept_of_fraction(wanted, activation_bytes), safe)
-        least = size if wanted.kind in ("mb", "context") else (wanted.minimum or 0) * MIB
-        if least > safe:
-            raise ModelLoadError(
-                f"the KV cache ({reason}) needs {least / GIB:.2f} GiB but only {safe / GIB:.2f} "
-                f"GiB are safely free beside {activation_bytes / GIB:.2f} GiB for computation; "
-                f"lower it with {KNOBS}; or lower max_num_batched_tokens or max_num_seqs"
+    bytes_per_token = sum(place.bytes_per_token for place in places)
+    found: list[tuple[int, str, PoolPlace]] = []
+    for place in places:
+        share = place.bytes_per_token / bytes_per_token
+        where = f" on {place.name}" if len(places) > 1 else ""
+        block_bytes = block_size * place.bytes_per_token
+        if wanted is None and place.memory.is_cpu:
+            useful = max_num_seqs * -(-length // block_size) * block_bytes
+            half = max(place.memory.free - place.activation_bytes, 0) // 2
+            size = min(useful, int(AUTO_CPU_BYTES * share), half)
+            reason = (
+                "what max_num_seqs sequences of max_model_len can use, "
+                "at most 4 GiB and half of the free RAM"
             )
-    usable = max(size, 0) // block_bytes
+        else:
+            asked = wanted or MemoryGpuConfig.Utilization(AUTO_GPU_FRACTION)
+            size, reason = _fitting_size(asked, block_size, place, share=share, where=where)
+        found.append((max(size, 0) // block_bytes, reason + where, place))
+    usable, reason, place = min(found, key=lambda item: item[0])
     capacity = usable * block_size
     if capacity >= length:
         return PoolSize(num_blocks=usable + 1, max_model_len=length, reason=reason)
@@ -163,12 +176,7 @@ def choose_pool_size(
     )
     if max_model_len is not None or not usable:
         message = f"{problem}; set a shorter with_max_model_len or a larger pool: {KNOBS}"
-        if activation_bytes > safe:
-            message += (
-                f"; or lower max_num_batched_tokens or max_num_seqs: a step takes "
-                f"{activation_bytes / GIB:.2f} GiB of {memory.free / GIB:.2f} GiB"
-            )
-        raise ConfigError(message)
+        raise ConfigError(message + _what_is_short(place))
     logger.warning("%s: the context is limited to %d; for more, set %s", problem, capacity, KNOBS)
     return PoolSize(num_blocks=usable + 1, max_model_len=capacity, reason=reason)
 
@@ -177,19 +185,50 @@ def _keys_in_sight(window: int | None, max_model_len: int) -> int:
     return max_model_len if window is None else min(window + SCORE_ROWS, max_model_len)
 
 
-def _asked_size(
-    wanted: MemoryGpuConfig, block_size: int, bytes_per_token: int, memory: DeviceMemory
-) -> int:
+def _fitting_size(
+    wanted: MemoryGpuConfig, block_size: int, place: PoolPlace, *, share: float, where: str
+) -> tuple[int, str]:
+    """Bytes of the pool on a device that has `share` of it, and why."""
+    safe = place.safe
+    size = _asked_size(wanted, block_size, place, share=share)
+    if wanted.kind in ("utilization", "best_effort"):
+        # A fraction is for everything, computation included; an amount is for the cache alone.
+        kept = place.activation_bytes if wanted.kind == "utilization" else 0
+        size = min(size - kept, safe)
+    least = size if wanted.kind in ("mb", "context") else int((wanted.minimum or 0) * MIB * share)
+    if least > safe:
+        raise ModelLoadError(
+            f"the KV cache ({wanted}) needs {least / GIB:.2f} GiB{where} but only "
+            f"{safe / GIB:.2f} GiB are safely free beside {place.activation_bytes / GIB:.2f} GiB "
+            f"for computation; lower it with {KNOBS}; or lower max_num_batched_tokens or "
+            "max_num_seqs"
+        )
+    return size, str(wanted)
+
+
+def _asked_size(wanted: MemoryGpuConfig, block_size: int, place: PoolPlace, *, share: float) -> int:
     """Bytes that were asked for, whether they are there or not."""
+    memory = place.memory
     if wanted.kind == "context":
-        return math.ceil(wanted.amount / block_size) * block_size * bytes_per_token
+        return math.ceil(wanted.amount / block_size) * block_size * place.bytes_per_token
     if wanted.kind == "utilization":
         if memory.is_cpu:
             return int(memory.free * wanted.amount)
         return int(memory.total * wanted.amount) - (memory.total - memory.free)
-    return int(wanted.amount) * MIB
+    return int(wanted.amount * MIB * share)
 
 
-def _kept_of_fraction(wanted: MemoryGpuConfig, activation_bytes: int) -> int:
-    """A fraction is for everything, computation included; an amount is for the cache alone."""
-    return activation_bytes if wanted.kind == "utilization" else 0
+def _what_is_short(place: PoolPlace) -> str:
+    """What else takes the memory, if that is what leaves so little."""
+    memory, said = place.memory, ""
+    if place.activation_bytes > place.safe:
+        said += (
+            f"; or lower max_num_batched_tokens or max_num_seqs: a step takes "
+            f"{place.activation_bytes / GIB:.2f} GiB of {memory.free / GIB:.2f} GiB"
+        )
+    if not memory.is_cpu and memory.free < memory.total // 2:
+        said += (
+            f"; {(memory.total - memory.free) / GIB:.2f} of {memory.total / GIB:.2f} GiB are taken "
+            "by the weights and by others: models that share a device need a size each"
+        )
+    return said

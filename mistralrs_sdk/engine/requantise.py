@@ -125,6 +125,11 @@ class Requantiser:
                 f"re_isq_model is not done with tensor_parallel ({self.info.config.tensor_parallel}"
                 "): build the model again, with with_isq"
             )
+        if self.info.config.device_mapping is not None:
+            raise UnsupportedError(
+                f"re_isq_model is not done with device_mapping ({self.info.config.device_mapping}"
+                "): build the model again, with with_isq"
+            )
         runner = cast(ModelRunner, engine.runner)
         model = cast(CausalLM, runner.model)
         refuse_quantising("re_isq_model", device=runner.device, dtype=self.info.config.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 
@@ -11,6 +12,7 @@ import torch
 from mistralrs_sdk.config import EngineConfig, ModelDType
 from mistralrs_sdk.distributed import ALONE, TensorParallel
 from mistralrs_sdk.engine.adapters import AdapterRegistry
+from mistralrs_sdk.engine.layer_places import LayerPlaces, place_layers, refuse_crowded
 from mistralrs_sdk.engine.memory import device_memory, plan_memory, require_room_for_adapters
 from mistralrs_sdk.engine.paged_attention import TORCH_DTYPES, KvDType, choose_attention
 from mistralrs_sdk.engine.pool_size import DeviceMemory
@@ -27,7 +29,7 @@ from mistralrs_sdk.loading.forms import (
     choose_packing,
     quantise_target,
 )
-from mistralrs_sdk.loading.loader import check_weights_fit, prepare_model
+from mistralrs_sdk.loading.loader import bytes_to_load, check_weights_fit, prepare_model
 from mistralrs_sdk.loading.shards import refuse_split_blocks, shard_checkpoint, whole_target
 from mistralrs_sdk.models.decoder import CausalLM
 from mistralrs_sdk.models.parallel import Part, parts_of, share_on_meta
@@ -58,6 +60,8 @@ class Settled:
     """Class name of the backend that attends to a paged cache; None without one."""
     kv_dtype: KvDType
     plan: MemoryPlan
+    places: LayerPlaces | None = None
+    """Where the layers go if several devices hold them."""
 
 
 def settle(
@@ -97,8 +101,23 @@ def settle(
     if config.topology is not None:
         matrices = [part for form in forms.values() if form.is_matrix for part in form.parts]
         refuse_unused(config.topology, [part.removesuffix(".weight") for part in matrices])
-    check_weights_fit(checkpoint, forms, device=device)
+    memory = _memory_of(device, parallel)
+    if config.device_mapping is None:
+        check_weights_fit(checkpoint, forms, device=device)
     config, paged_backend, kv_dtype = choose_attention(config, device, model.specs, origins)
+    places = None
+    if config.device_mapping is not None:
+        places = place_layers(
+            model,
+            config,
+            forms=forms,
+            dtype=dtype,
+            kv_dtype=TORCH_DTYPES[kv_dtype],
+            device=device,
+            devices=_devices_like(device),
+            memory_of=device_memory,
+        )
+        config = _with_places(config, places, checkpoint, forms, device=device, origins=origins)
     adapter_bytes = 0
     if adapters is not None and config.lora_adapters:
         layers = LoraLayers(model, packed=packing == "native", dtype=dtype, device=device)
@@ -111,9 +130,12 @@ def settle(
         dtype=dtype,
         kv_dtype=TORCH_DTYPES[kv_dtype],
         adapter_bytes=adapter_bytes,
-        memory=_memory_of(device, parallel),
+        memory=memory,
+        shares=() if places is None else places.shares,
     )
     plan = attrs.evolve(plan, num_parameters=num_parameters)
+    if places is not None:
+        plan = attrs.evolve(plan, device_map=places.device_map(), is_mapped=True)
     require_room_for_adapters(plan)
     return Settled(
         config=config,
@@ -127,6 +149,7 @@ def settle(
         paged_backend=paged_backend,
         kv_dtype=kv_dtype,
         plan=plan,
+        places=places,
     )
 
 
@@ -162,13 +185,58 @@ def _memory_of(device: torch.device, parallel: TensorParallel) -> DeviceMemory:
     return attrs.evolve(memory, free=memory.free // ranks, total=memory.total // ranks)
 
 
+def _devices_like(device: torch.device) -> list[torch.device]:
+    """All devices of this kind."""
+    if device.type != "cuda":
+        return [device]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def _with_places(
+    config: EngineConfig,
+    places: LayerPlaces | None,
+    checkpoint: Checkpoint,
+    forms: Mapping[str, Form],
+    *,
+    device: torch.device,
+    origins: dict[str, str],
+) -> EngineConfig:
+    """The settings with the layers where they are; refuses what does not go with several devices.
+
+    Raises:
+        ModelLoadError: the weights do not fit where they are mapped to.
+        UnsupportedError: CUDA graphs were asked for.
+    """
+    if places is None:
+        check_weights_fit(checkpoint, forms, device=device)
+        origins["device_mapping"] = f"the model fits on {device}, which holds all layers"
+        return config
+    refuse_crowded(
+        places, forms, needed=functools.partial(bytes_to_load, checkpoint, device=device)
+    )
+    origins["device_mapping"] = str(places.device_map())
+    if config.cuda_graphs:
+        if origins["cuda_graphs"] == "user":
+            raise UnsupportedError(
+                f"cuda_graphs (True) cannot be had: the layers are on several devices "
+                f"({places.device_map()}); leave with_cuda_graphs or with_device_mapping out"
+            )
+        origins["cuda_graphs"] = "the layers are on several devices"
+    return attrs.evolve(config, cuda_graphs=False)
+
+
 def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.device:
+    first = None if config.device_mapping is None else config.device_mapping.first_device
+    if config.device is None and first is not None:
+        config = attrs.evolve(config, device=first)
     if config.device is None:
         origins["device"] = "best device of this machine"
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
             if count > 1:
                 origins["device"] = f"first of {count} CUDA devices; holds all layers"
+                if config.device_mapping is not None:
+                    origins["device"] = f"first of {count} CUDA devices"
                 return torch.device("cuda", 0)
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -183,6 +251,8 @@ def _choose_device(config: EngineConfig, origins: dict[str, str]) -> torch.devic
         raise ConfigError(
             f"device ({config.device!r}): this machine has {torch.cuda.device_count()} CUDA devices"
         )
+    if device.type == "cuda" and device.index is None and config.device_mapping is not None:
+        device = torch.device("cuda", 0)  # the name that a map knows it by
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device ({config.device!r}) is not available: use with_device('cpu')")
     return device

@@ -29,15 +29,16 @@ class RotaryEmbedding:
         self.head_dim = head_dim
         self.theta = theta
         self.scaling = scaling
-        self._frequencies: tuple[Tensor, float] | None = None
+        self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation at each position; angles are float32 whatever the dtype."""
-        if self._frequencies is None or self._frequencies[0].device != positions.device:
-            self._frequencies = rope_frequencies(
+        known = self._frequencies.get(positions.device)
+        if known is None:
+            known = self._frequencies[positions.device] = rope_frequencies(
                 self.head_dim, self.theta, scaling=self.scaling, device=positions.device
             )
-        frequencies, magnitude = self._frequencies
+        frequencies, magnitude = known
         table = rope_table if usable(frequencies) else rope_table_reference
         cos, sin = table(positions, frequencies, magnitude=magnitude)
         return Rotation(cos.to(dtype), sin.to(dtype))

@@ -120,7 +120,7 @@ def check_weights_fit(
     Raises:
         ModelLoadError: with what they take, one tensor as it is read included, and what is free.
     """
-    needed, free = _bytes_to_load(checkpoint, forms), free_memory(device)
+    needed, free = bytes_to_load(checkpoint, forms, device), free_memory(device)
     if needed > free:
         raise ModelLoadError(_too_large(checkpoint, forms, needed, free, device=device))
 
@@ -130,6 +130,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    device_of: Callable[[str], torch.device] | None = None,
     model: CausalLM | None = None,
     forms: Mapping[str, Form] | None = None,
     importance: Mapping[str, Tensor] | None = None,
@@ -138,6 +139,9 @@ def load_model(
 ) -> CausalLM:
     """Build the model of `checkpoint` and read its weights, in `dtype`, onto `device`.
 
+    Each is read by itself and copied there, so that the host holds one at a time. `device_of` says
+    where a parameter goes if they do not all go there; that each device has room for its own was
+    seen before.
     `model` is what `prepare_model` made of the checkpoint, if that was called before, and `forms`
     how its weights are kept (default: dense); `importance` is for those that are quantised, by the
     name of a tensor; `cancelled` is asked before each tensor.
@@ -150,8 +154,9 @@ def load_model(
     model = prepare_model(checkpoint) if model is None else model
     if forms is None:
         forms = choose_forms(model, checkpoint, dtype=dtype, packing="none")
-    check_weights_fit(checkpoint, forms, device=device)
-    needed, free = _bytes_to_load(checkpoint, forms), free_memory(device)
+    if device_of is None:
+        check_weights_fit(checkpoint, forms, device=device)
+    needed, free = bytes_to_load(checkpoint, forms, device), free_memory(device)
     short = Path(checkpoint.name).name or checkpoint.name  # a bar is as long as a line
     try:
         with progress_of(progress, f"loading {short}", total=total_bytes(forms)) as advance:
@@ -164,7 +169,7 @@ def load_model(
                     form,
                     tensors=checkpoint.tensors,
                     dtype=dtype,
-                    device=device,
+                    device=device if device_of is None else device_of(name),
                     importance=importance,
                 )
                 advance(form.num_bytes)
@@ -189,11 +194,17 @@ def free_memory(device: torch.device) -> int:
     return physical_memory() if sys.platform == "darwin" else available_memory()
 
 
-def _bytes_to_load(checkpoint: Checkpoint, forms: Mapping[str, Form]) -> int:
-    """The weights, and besides what is needed while the one that needs most is read."""
-    return total_bytes(forms) + max(
-        bytes_to_read(form, checkpoint.tensors) for form in forms.values()
-    )
+def bytes_to_load(checkpoint: Checkpoint, forms: Mapping[str, Form], device: torch.device) -> int:
+    """The weights, and besides what `device` needs while the one that needs most is read.
+
+    A GPU needs nothing for a dense one: it is read, and made what it is to be, on the host.
+    """
+    reading = [
+        bytes_to_read(form, checkpoint.tensors)
+        for form in forms.values()
+        if device.type != "cuda" or form.method is not None
+    ]
+    return total_bytes(forms) + max(reading, default=0)
 
 
 def _too_large(

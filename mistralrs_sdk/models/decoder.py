@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -76,17 +77,27 @@ class Decoder(nn.Module):
             RotaryEmbedding(config.head_dim, rope.theta, scaling=rope.scaling) for rope in distinct
         ]
         self.rope_of_layer = [distinct.index(rope) for rope in config.ropes]
+        self.runs: Sequence[tuple[torch.device, range]] = ()
+        """Consecutive layers and their device, in order, if they are on several; all else is on the
+        first."""
 
     def forward(self, batch: Batch, backend: AttentionBackend) -> Tensor:
         x: Tensor = self.embed_tokens(batch.input_ids)
-        added: Tensor | None = None
-        rotations = [rope(batch.positions, x.dtype) for rope in self.ropes]
-        for layer, rope in zip(self.layers, self.rope_of_layer, strict=True):
-            added = layer(x, added, rotations[rope], backend)
+        home, added = x.device, None
+        layers = zip(self.layers, self.rope_of_layer, strict=True)
+        for device, run in self.runs or ((home, range(len(self.layers))),):
+            if added is not None:
+                x, added = _across(x, added, device), None
+            positions = batch.positions.to(device)
+            rotations = [rope(positions, x.dtype) for rope in self.ropes]
+            for layer, rope in itertools.islice(layers, len(run)):
+                added = layer(x, added, rotations[rope], backend)
         assert added is not None, "there are layers"
-        rows = batch.logits_indices
+        rows = batch.logits_indices.to(x.device)
         if rows.shape[0] < x.shape[0]:
             x, added = x.index_select(0, rows), added.index_select(0, rows)
+        if self.runs:
+            x, added = _across(x, added, home), None
         return self.norm(x, added)
 
 
@@ -127,6 +138,11 @@ class SandwichNormLayer(nn.Module):
         attended = self.post_attention_layernorm(attended)
         fed = self.mlp(self.pre_feedforward_layernorm(x, attended))
         return self.post_feedforward_layernorm(fed)
+
+
+def _across(x: Tensor, added: Tensor, device: torch.device) -> Tensor:
+    """Their sum on another device: one copy."""
+    return x.add_(added).to(device)
 
 
 def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:

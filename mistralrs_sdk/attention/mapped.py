@@ -1,0 +1,68 @@
+"""Attention of a model whose layers are on several devices: each device attends for its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from mistralrs_sdk.attention.backend import AttentionBackend, AttentionSpec, Batch, Rotation
+from mistralrs_sdk.attention.sdpa import refuse_graph
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MappedPart:
+    """A run of layers, and what attends for them; its cache numbers them from 0."""
+
+    device: torch.device
+    layers: range
+    backend: AttentionBackend
+
+
+class MappedBackend:
+    """Attends on the device of each layer; all parts keep a token in the same slot."""
+
+    supports_graphs: ClassVar[bool] = False
+
+    def __init__(self, parts: Sequence[MappedPart]) -> None:
+        self.parts = tuple(parts)
+        self._part_of = [part for part in parts for _ in part.layers]
+
+    def plan(self, batch: Batch, *, graph_size: int | None = None) -> None:
+        refuse_graph(self, graph_size)
+        for part in self.parts:
+            with _current(part.device):
+                part.backend.plan(_on(batch, part.device))
+
+    def run(
+        self,
+        spec: AttentionSpec,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        part = self._part_of[layer]
+        with _current(part.device):
+            return part.backend.run(spec, layer - part.layers.start, q, k, v, rotation=rotation)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Kernels that are not torch's are launched on the current device, wherever tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _on(batch: Batch, device: torch.device) -> Batch:
+    return attrs.evolve(
+        batch,
+        input_ids=batch.input_ids.to(device),
+        positions=batch.positions.to(device),
+        slot_mapping=batch.slot_mapping.to(device),
+        logits_indices=batch.logits_indices.to(device),
+    )
