@@ -12,26 +12,22 @@ from typing import Any
 
 import attrs
 
-from mistralrs_sdk import (
-    ConfigError,
-    LayerTopology,
-    MemoryPlan,
-    ModelBuilder,
-    ModelLoadError,
-    Topology,
-    UnsupportedError,
-    __version__,
-)
+from mistralrs_sdk import ConfigError, ModelBuilder, ModelLoadError, UnsupportedError, __version__
 from mistralrs_sdk.cli.model_flags import add_model_flags, builder_from
-from mistralrs_sdk.cli.tune_estimate import BITS, Candidate, estimate, quality_of, recommend
-from mistralrs_sdk.cli.tune_probe import REQUESTS, Probe, Sizes, main_type, measure
+from mistralrs_sdk.cli.tune_estimate import (
+    BITS,
+    Candidate,
+    Machine,
+    estimate,
+    measure,
+    quality_of,
+    recommend,
+)
 
 _MAX_SEQS = 32
 _CHOSEN_HERE = {"with_isq": "--isq", "with_topology_from_path": "--topology"}
 _WIDTH = 160
 """Of a table that goes to a file or a pipe."""
-_MEASURED_BITS = (None, 8, 4)
-"""Whose types are measured; the others lie between."""
 
 
 def add_parser(commands: Any) -> None:
@@ -39,9 +35,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="choose how to keep a model's weights on this machine",
-        description="Work out for several weight types what a model takes in memory, measure for "
-        "some seconds what layers like its do here, and say what to expect. The speeds are "
-        "estimates: bench measures.",
+        description="Work out for several weight types what a model takes in memory, measure this "
+        "machine for a second, and say what to expect. The speeds are estimates: bench measures.",
     )
     add_model_flags(parser, max_seqs=_MAX_SEQS)
     parser.add_argument(
@@ -62,23 +57,23 @@ def tune(args: argparse.Namespace) -> int:
     for name, flag in _CHOSEN_HERE.items():
         if getattr(args, name) is not None:
             raise ConfigError(f"{flag} is what tune chooses: leave it out")
-    candidates, probes = asyncio.run(_candidates(builder_from(args), args))
+    candidates, machine = asyncio.run(_candidates(builder_from(args), args.with_num_threads))
     best = recommend(candidates, args.profile)
     assert best is not None, "where nothing fits, an error said so"
     command = shlex.join(["mistralrs-sdk", "serve", *_flags(args, best)])
     if args.emit_config is not None:
         _write(args.emit_config, _config(args, best))
     if args.json:
-        print(_as_json(args, candidates, probes, best=best, command=command))
+        print(_as_json(args, candidates, machine, best=best, command=command))
     else:
-        _print(args, candidates, probes, best=best, command=command)
+        _print(args, candidates, machine, best=best, command=command)
     return 0
 
 
 async def _candidates(
-    builder: ModelBuilder, args: argparse.Namespace
-) -> tuple[list[Candidate], list[Probe]]:
-    """Every candidate, and what was measured for them.
+    builder: ModelBuilder, num_threads: int | None
+) -> tuple[list[Candidate], Machine]:
+    """Every candidate, and the machine as it was measured for them.
 
     Raises:
         ModelLoadError, UnsupportedError: the model cannot be had, or fits in no way.
@@ -100,34 +95,17 @@ async def _candidates(
     if first is None:
         assert failure is not None, "one of the two is there"
         raise failure
-    sizes = Sizes.of(first, await _values_in_layers(builder, first))
-    measured = [found.plan for found in candidates if found.bits in _MEASURED_BITS and found.plan]
-    probes = await measure(
-        sizes,
-        list(dict.fromkeys(main_type(plan) for plan in measured or [first])),
-        device=first.device,
-        dtype=args.with_dtype,
-        num_threads=args.with_num_threads,
+    machine = measure(first.device, first.dtype, num_threads=num_threads)
+    return [_estimated(found, machine) for found in candidates], machine
+
+
+def _estimated(candidate: Candidate, machine: Machine) -> Candidate:
+    if candidate.plan is None:
+        return candidate
+    decode, prefill = estimate(candidate.plan, machine)
+    return attrs.evolve(
+        candidate, decode_tokens_per_second=decode, prefill_tokens_per_second=prefill
     )
-    estimated = [
-        found
-        if found.plan is None
-        else attrs.evolve(found, speeds=estimate(found.plan, sizes, probes))
-        for found in candidates
-    ]
-    return estimated, probes
-
-
-async def _values_in_layers(builder: ModelBuilder, plan: MemoryPlan) -> int:
-    """How many values the matrices in layers have: what they save from one type to another."""
-    q4_in_layers = Topology.empty().with_pattern(r"layers\.", LayerTopology(isq="q4_0"))
-    wide = builder.with_isq("q8_0")
-    try:
-        larger = await wide.plan()
-        smaller = await wide.with_topology(q4_in_layers).plan()
-    except (ConfigError, ModelLoadError):
-        return plan.num_parameters  # such a model is quantised in no way, or only smaller ones fit
-    return min(2 * (larger.weight_bytes - smaller.weight_bytes), plan.num_parameters)
 
 
 def _chosen_flags(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
@@ -177,7 +155,7 @@ def _write(file: Path, text: str) -> None:
 def _as_json(
     args: argparse.Namespace,
     candidates: Sequence[Candidate],
-    probes: Sequence[Probe],
+    machine: Machine,
     *,
     best: Candidate,
     command: str,
@@ -193,8 +171,8 @@ def _as_json(
             "kv_bytes": found.plan and found.plan.kv_bytes,
             "kv_tokens": found.plan and found.plan.num_tokens,
             "context": found.plan and found.plan.max_model_len,
-            "decode_tokens_per_second": dict(zip(REQUESTS, found.speeds.decode, strict=True)),
-            "prefill_tokens_per_second": found.speeds.prefill,
+            "decode_tokens_per_second": found.decode_tokens_per_second,
+            "prefill_tokens_per_second": found.prefill_tokens_per_second,
         }
         for found in candidates
     ]
@@ -202,7 +180,7 @@ def _as_json(
         "version": __version__,
         "model": args.model_id,
         "profile": args.profile,
-        "measured": [attrs.asdict(probe) for probe in probes],
+        "machine": attrs.asdict(machine),
         "candidates": entries,
         "recommended": None if best.bits is None else str(best.bits),
         "command": command,
@@ -213,7 +191,7 @@ def _as_json(
 def _print(
     args: argparse.Namespace,
     candidates: Sequence[Candidate],
-    probes: Sequence[Probe],
+    machine: Machine,
     *,
     best: Candidate,
     command: str,
@@ -222,13 +200,12 @@ def _print(
     from rich.table import Table
 
     table = Table("", "Quality", "Weights", title=args.model_id, title_justify="left")
-    rates = [f"Decode T/s, {n} at once" for n in REQUESTS]
-    for name in ("MiB", "Context", "KV tokens", "Prefill T/s", *rates):
+    for name in ("MiB", "Context", "KV tokens", "Decode T/s", "Prefill T/s ≥"):
         table.add_column(name, justify="right")
     for found in candidates:
         name = f"{found.name} *" if found is best else found.name
         if found.plan is None:
-            table.add_row(name, found.quality, "does not fit", *["-"] * (4 + len(REQUESTS)))
+            table.add_row(name, found.quality, "does not fit", *["-"] * 5)
             continue
         table.add_row(
             name,
@@ -237,8 +214,8 @@ def _print(
             f"{found.plan.weight_bytes / 2**20:.0f}",
             str(found.plan.max_model_len),
             str(found.plan.num_tokens),
-            f"{found.speeds.prefill:.0f}",
-            *[f"{rate:.0f}" for rate in found.speeds.decode],
+            f"{found.decode_tokens_per_second:.0f}",
+            f"{found.prefill_tokens_per_second:.0f}",
         )
     console = Console()
     if not console.is_terminal:
@@ -247,8 +224,9 @@ def _print(
     plan = best.plan
     assert plan is not None, "what is recommended fits"
     print(
-        f"Speeds are estimates on {plan.device}, from layers like the model's that were measured in "
-        f"{', '.join(probe.weights for probe in probes)}."
+        f"This machine reads {machine.bytes_per_second / 1e9:.0f} GB/s and multiplies "
+        f"{machine.operations_per_second / 1e9:.0f} GFLOP/s in {plan.dtype} on {plan.device}. "
+        "Speeds are estimates for one request at a time, of a prompt at least."
     )
     for found in candidates:
         if found.reason is not None:

@@ -1,14 +1,14 @@
-"""What `tune` makes of its measurements: expected speeds, and a choice."""
+"""What `tune` expects of a machine: a short measurement, a formula, and a choice."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
 from mistralrs_sdk import MemoryPlan
-from mistralrs_sdk.cli.tune_probe import REQUESTS, Probe, Sizes, main_type
 
 Profile = Literal["quality", "balanced", "fast"]
 Quality = Literal["baseline", "near-lossless", "good", "acceptable", "degraded"]
@@ -30,15 +30,26 @@ _FLOOR: dict[Profile, Quality] = {
     "fast": "acceptable",
 }
 
+_READ_SHARE = 0.7
+"""Of the bandwidth of a plain sum, what a decode step on a CPU reads weights with."""
+_STEP_SECONDS = 0.0015
+"""What such a step takes besides. Both were fitted to the rates of docs/performance.md."""
+_MULTIPLY_SHARE = 0.8
+"""Of the rate of a large product, what a prompt is computed with; types of 8 bits do better."""
+
+_READ_BYTES = 2**28
+_ROWS, _SIZE = 512, 2048
+_TRIES = 5
+
 
 @attrs.frozen(kw_only=True)
-class Speeds:
-    """Expected tokens per second."""
+class Machine:
+    """What a device does at best."""
 
-    decode: tuple[float, ...] = (0.0,) * len(REQUESTS)
-    """Of all answers together, with `REQUESTS` of them at once."""
-    prefill: float = 0.0
-    """Of a prompt."""
+    bytes_per_second: float
+    """Read from its memory."""
+    operations_per_second: float
+    """In a large matrix product, in the type it computes in."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,7 +63,10 @@ class Candidate:
     """None if it does not fit."""
     reason: str | None = None
     """Why it does not fit."""
-    speeds: Speeds = Speeds()
+    decode_tokens_per_second: float = 0.0
+    """Of one request, expected."""
+    prefill_tokens_per_second: float = 0.0
+    """Of a prompt, expected at least."""
 
     @property
     def name(self) -> str:
@@ -65,26 +79,38 @@ def quality_of(bits: int | None) -> Quality:
     return "baseline" if bits is None else _QUALITY_OF_BITS[bits]
 
 
-def estimate(plan: MemoryPlan, sizes: Sizes, probes: Sequence[Probe]) -> Speeds:
-    """What a model is expected to do, from what stand-ins of its layers did.
+def measure(device: str, dtype: str, *, num_threads: int | None = None) -> Machine:
+    """Read a quarter of a GiB, and multiply 512 rows by a matrix of 2048 columns; the best of 5."""
+    import torch
+    from torch.nn import functional
 
-    A type that was not measured lies between its neighbours in bytes a value, on a straight line;
-    beyond all of them it is taken for the last one.
-    """
-    bytes_per_value = plan.weight_bytes / plan.num_parameters
-    same = [probe for probe in probes if probe.weights == main_type(plan)]
-    known = sorted(same or probes, key=lambda probe: probe.bytes_per_value)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    kind = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    data = torch.ones(_READ_BYTES // 4, device=device)
+    x = torch.rand(_ROWS, _SIZE, device=device).to(kind)
+    weight = torch.rand(_SIZE, _SIZE, device=device).to(kind)
 
-    def seconds(of: Callable[[Probe], float]) -> float:
-        points = [(probe.bytes_per_value, of(probe)) for probe in known]
-        return _on_line(points, bytes_per_value)
+    def finish() -> None:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
 
-    steps = [seconds(lambda probe, n=n: probe.decode_seconds[n]) for n in range(len(REQUESTS))]
-    prompt = seconds(lambda probe: probe.prefill_seconds)
-    return Speeds(
-        decode=tuple(n / (step * sizes.read) for n, step in zip(REQUESTS, steps, strict=True)),
-        prefill=1 / (prompt * sizes.layers * sizes.layer_values),
+    read = _best_seconds(data.sum, finish)
+    product = _best_seconds(lambda: functional.linear(x, weight), finish)
+    return Machine(
+        bytes_per_second=_READ_BYTES / read,
+        operations_per_second=2 * _ROWS * _SIZE**2 / product,
     )
+
+
+def estimate(plan: MemoryPlan, machine: Machine) -> tuple[float, float]:
+    """Expected tokens per second of one request's decoding, and of a prompt.
+
+    A decode step reads every weight once; each token of a prompt multiplies with every weight.
+    """
+    step = plan.weight_bytes / (_READ_SHARE * machine.bytes_per_second) + _STEP_SECONDS
+    rate = _MULTIPLY_SHARE * machine.operations_per_second
+    return 1 / step, rate / (2 * plan.num_parameters)
 
 
 def recommend(candidates: Sequence[Candidate], profile: Profile) -> Candidate | None:
@@ -98,7 +124,7 @@ def recommend(candidates: Sequence[Candidate], profile: Profile) -> Candidate | 
         return None
     allowed = [c for c in fitting if _rank(c) <= _ORDER.index(_FLOOR[profile])]
     if allowed:
-        return max(allowed, key=lambda c: (c.speeds.decode[0], -_rank(c)))
+        return max(allowed, key=lambda c: (c.decode_tokens_per_second, -_rank(c)))
     return min(fitting, key=lambda c: (_rank(c), -(c.bits or 0)))
 
 
@@ -106,11 +132,11 @@ def _rank(candidate: Candidate) -> int:
     return _ORDER.index(candidate.quality)
 
 
-def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at x of straight lines between points in order of x; beyond them the last one's."""
-    if x <= points[0][0]:
-        return points[0][1]
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
-        if x <= right:
-            return low + (high - low) * (x - left) / (right - left)
-    return points[-1][1]
+def _best_seconds(work: Callable[[], Any], finish: Callable[[], None]) -> float:
+    times = []
+    for _ in range(_TRIES):
+        started = time.perf_counter()
+        work()
+        finish()
+        times.append(time.perf_counter() - started)
+    return min(times)
