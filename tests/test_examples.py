@@ -107,7 +107,7 @@ WITH_ARGUMENTS = {
     "cookbook/rag",
 }
 """Examples with a test of their own below."""
-TESTED_ELSEWHERE = {"advanced/perplexity"}
+TESTED_ELSEWHERE = {"advanced/perplexity", "advanced/ray_serve"}
 ALL = {*ON_THE_DEMO_MODEL, *WITH_ARGUMENTS, *TESTED_ELSEWHERE}
 
 Run = Callable[..., str]

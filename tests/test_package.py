@@ -111,6 +111,7 @@ TORCH_FREE = (
     "engine.whole_prefix_cache",
     "errors",
     "handle.registry",
+    "integrations.ray_serve",
     "isq",
     "logs",
     "machine",
@@ -134,6 +135,7 @@ HOMES = {  # a library, and the only places that may import it
     "llguidance": ("constraints/",),
     "mcp": ("tools/mcp_client.py",),
     "prometheus_client": ("server/metrics.py",),
+    "ray": ("integrations/ray_serve.py",),
     "starlette": ("server/",),
     "transformers": ("models/transformers.py", "loading/"),
 }
@@ -264,7 +266,7 @@ def test_imports_go_down_only(file):
         if here == "__init__":
             assert there == "_version"
         elif here in PUBLIC_ONLY:
-            serves = here == "cli" and there == "server"
+            serves = here in ("cli", "integrations") and there == "server"
             public = rest in mistralrs_sdk.__all__
             assert there == here or public or serves, f"{here} imports {name}"
         else:

@@ -1,0 +1,1 @@
+"""Bridges to other libraries, one module and one extra each; nothing is imported before its use."""
