@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+Calls = Sequence[Callable[[], object]]
+
 COLD_BYTES = 96 << 20
 """What one way reads before it reads the same again: several times what a cache holds."""
 MOST_COPIES = 192
@@ -16,7 +18,7 @@ class Method:
     """A way to do it: a call for each copy of what it reads."""
 
     name: str
-    calls: Sequence[Callable[[], object]]
+    calls: Calls
     num_bytes: int = 0
     """That a call must read and write at least; 0 if the time is not in the memory."""
     operations: int = 0
@@ -33,6 +35,17 @@ class Case:
 
     name: str
     methods: Sequence[Method]
+
+
+def beside_torch(name: str, native: Calls, peer: Calls, *, num_bytes: int = 0) -> Case:
+    """A kernel and the same in torch; both read and write as much."""
+    return Case(
+        name=name,
+        methods=[
+            Method(name="native", calls=native, num_bytes=num_bytes),
+            Method(name="torch", calls=peer, num_bytes=num_bytes, peer=True),
+        ],
+    )
 
 
 def num_copies(num_bytes: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from kernels_cases import Case, Method, num_copies
+from kernels_cases import Case, Method, beside_torch, num_copies
 from torch import Tensor
 from torch.nn import functional
 
@@ -35,8 +35,6 @@ ATTENTION = {
 STEP_ROWS = (1, 512)
 HIDDEN, GATED = 2048, 5632
 RANK, LOW_RANK_SIZE = 16, 2048
-
-Calls = Sequence[Callable[[], object]]
 
 
 def products(
@@ -166,21 +164,21 @@ def elementwise() -> Iterator[Case]:
         others = [torch.randn(rows, HIDDEN) for _ in xs]
         wide = [torch.randn(rows, 2 * GATED) for _ in range(num_copies(8 * rows * GATED))]
         size = 4 * rows * HIDDEN
-        yield _step(
+        yield beside_torch(
             f"rms_norm, {rows} rows of {HIDDEN}",
             [partial(steps.rms_norm, x, weight, eps=1e-6) for x in xs],
             [partial(steps.rms_norm_reference, x, weight, eps=1e-6) for x in xs],
             num_bytes=2 * size,
         )
         pairs = list(zip(xs, others, strict=True))
-        yield _step(
+        yield beside_torch(
             f"rms_norm with residual, {rows} rows of {HIDDEN}",
             [partial(steps.rms_norm, x, weight, eps=1e-6, residual=y) for x, y in pairs],
             [partial(steps.rms_norm_reference, x, weight, eps=1e-6, residual=y) for x, y in pairs],
             num_bytes=4 * size,
         )
         for activation in ("silu", "gelu_pytorch_tanh"):
-            yield _step(
+            yield beside_torch(
                 f"gated {activation}, {rows} rows of {GATED}",
                 [partial(steps.gated, x, activation) for x in wide],
                 [partial(steps.gated_reference, x, activation) for x in wide],
@@ -190,7 +188,7 @@ def elementwise() -> Iterator[Case]:
             ("softcap", steps.softcap, steps.softcap_reference, 30.0),
             ("scale", steps.scale, steps.scale_reference, -1.0),
         ):
-            yield _step(
+            yield beside_torch(
                 f"{name}, {rows} rows of {HIDDEN}",
                 [partial(native, x, factor) for x in xs],
                 [partial(torch_one, x, factor) for x in xs],
@@ -213,7 +211,7 @@ def _rotations(rows: int) -> Iterator[Case]:
             torch.randn(rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
         operands.append((q, new_k, new_v, LayerCache(k=keys_by_dim(k), v=v)))
-    yield _step(
+    yield beside_torch(
         f"rope_table, {rows} positions",
         [partial(steps.rope_table, slots, frequencies)],
         [partial(steps.rope_table_reference, slots, frequencies)],
@@ -226,22 +224,12 @@ def _rotations(rows: int) -> Iterator[Case]:
         ]
         for rotate in (steps.rotate_and_store, steps.rotate_and_store_reference)
     )
-    yield _step(f"rotate_and_store, {rows} rows", native, reference, num_bytes=num_bytes)
+    yield beside_torch(f"rotate_and_store, {rows} rows", native, reference, num_bytes=num_bytes)
     native, reference = (
         [partial(store, k, v, slots=slots, cache=cache) for _, k, v, cache in operands]
         for store in (store_kv, store_kv_reference)
     )
-    yield _step(f"store_kv, {rows} rows", native, reference, num_bytes=2 * stored)
-
-
-def _step(name: str, native: Calls, reference: Calls, *, num_bytes: int) -> Case:
-    return Case(
-        name=name,
-        methods=[
-            Method(name="native", calls=native, num_bytes=num_bytes),
-            Method(name="torch", calls=reference, num_bytes=num_bytes, peer=True),
-        ],
-    )
+    yield beside_torch(f"store_kv, {rows} rows", native, reference, num_bytes=2 * stored)
 
 
 def adapters() -> Iterator[Case]:

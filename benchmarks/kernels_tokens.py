@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from kernels_cases import Case, Method, num_copies
+from kernels_cases import Calls, Case, Method, beside_torch, num_copies
 from torch import Tensor
 from torch.nn import functional
 
@@ -41,18 +41,9 @@ def sampling() -> Iterator[Case]:
     yield _lookups()
 
 
-def _tokens(
-    name: str, native: Sequence[Callable[[], object]], scores: Sequence[Tensor], peer: Callable
-) -> Case:
-    size = scores[0].nbytes
+def _tokens(name: str, native: Calls, scores: Sequence[Tensor], peer: Callable) -> Case:
     theirs = [partial(peer, x) for x in scores]
-    return Case(
-        name=name,
-        methods=[
-            Method(name="native", calls=native, num_bytes=size),
-            Method(name="torch", calls=theirs, num_bytes=size, peer=True),
-        ],
-    )
+    return beside_torch(name, native, theirs, num_bytes=scores[0].nbytes)
 
 
 def _greatest(scores: Tensor) -> list[int]:
@@ -125,10 +116,4 @@ def searches() -> Iterator[Case]:
         ),
     }
     for name, (native, reference) in ways.items():
-        yield Case(
-            name=f"search, {name}, {blocks.numel()} values",
-            methods=[
-                Method(name="native", calls=[native]),
-                Method(name="torch", calls=[reference], peer=True),
-            ],
-        )
+        yield beside_torch(f"search, {name}, {blocks.numel()} values", [native], [reference])

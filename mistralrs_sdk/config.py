@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import attrs
@@ -414,34 +414,32 @@ class EngineConfig:
                 f"device ({self.device!r}) and device_mapping ({mapping}) contradict: the first "
                 f"device of a map is the model's ({first}); leave device out"
             )
-        apart = {
-            "paged_attn (None)": self.paged_attn is None and not self.no_kv_cache,
-            "LoRA adapters": self.lora is not None,
-            f"tensor_parallel ({self.tensor_parallel})": self.tensor_parallel > 1,
-            "topology": self.topology is not None
-            and any(layer.device is not None for _, layer in self.topology.entries),
-        }
-        for name, there in apart.items():
-            if there:
-                raise ConfigError(
-                    f"device_mapping ({mapping}) and {name} do not go together: leave one of "
-                    "them out"
-                )
+        self._refuse_beside(
+            f"device_mapping ({mapping})",
+            {
+                f"tensor_parallel ({self.tensor_parallel})": self.tensor_parallel > 1,
+                "topology": self.topology is not None
+                and any(layer.device is not None for _, layer in self.topology.entries),
+            },
+        )
 
     def _refuse_undivided(self) -> None:
         """What ranks do not do together."""
-        alone = {
-            "paged_attn (None)": self.paged_attn is None and not self.no_kv_cache,
-            "LoRA adapters": self.lora is not None,
-            "cuda_graphs (True)": self.cuda_graphs,
-            'device ("mps")': self.device == "mps",
-        }
-        for name, there in alone.items():
+        self._refuse_beside(
+            f"tensor_parallel ({self.tensor_parallel})",
+            {
+                "cuda_graphs (True)": self.cuda_graphs is True,
+                'device ("mps")': self.device == "mps",
+            },
+        )
+
+    def _refuse_beside(self, setting: str, others: Mapping[str, bool]) -> None:
+        """Refuse those of `others` that are there, and what neither kind of division does."""
+        unpaged = self.paged_attn is None and not self.no_kv_cache
+        always = {"paged_attn (None)": unpaged, "LoRA adapters": self.lora is not None}
+        for name, there in {**always, **others}.items():
             if there:
-                raise ConfigError(
-                    f"tensor_parallel ({self.tensor_parallel}) and {name} do not go together: "
-                    "leave one of them out"
-                )
+                raise ConfigError(f"{setting} and {name} do not go together: leave one of them out")
 
     def _refuse_useless_switches(self) -> None:
         """FlashInfer reads a paged cache, and only what it computes is captured."""

@@ -258,7 +258,7 @@ class MapSizes:
     activations_mapped: int
     """Temporary computation of a layer, on every device that holds one."""
     activations_non_mapped: int
-    """Temporary computation outside the layers: the logits."""
+    """Temporary computation on the first device, where the logits are."""
     kv_per_layer: int
     """Keys and values of one layer, all tokens together."""
     base_reserve: int

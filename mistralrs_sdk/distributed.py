@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -16,7 +17,6 @@ _distributed: Any = torch.distributed
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others inside a step; between steps nobody waits here."""
-
 
 _PATIENCE = timedelta(seconds=0.5)
 """How long a rank waits before it asks whether to wait on."""
@@ -78,24 +78,16 @@ class GlooGroup:
     others reach it. None leaves both to GLOO_SOCKET_IFNAME.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        *,
-        rank: int,
-        size: int,
-        address: str | None,
-        timeout: timedelta = COLLECTIVE_TIMEOUT,
-    ) -> None:
+    def __init__(self, store: Any, *, rank: int, size: int, address: str | None) -> None:
         self._rank, self._size = rank, size
         self._aborted = False
         gloo = _distributed.ProcessGroupGloo
         if address is None:
-            self._gloo = gloo(store, rank, size, timeout)
+            self._gloo = gloo(store, rank, size, COLLECTIVE_TIMEOUT)
             return
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
-        options._timeout = timeout
+        options._timeout = COLLECTIVE_TIMEOUT
         self._gloo = gloo(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> None:
@@ -153,6 +145,9 @@ class NcclGroup:
             "ncclCommInitRank",
             self._library.ncclCommInitRank(ctypes.byref(self._comm), size, identity, rank),
         )
+        # Its buffers on the GPU are freed with the group; the other ranks may have ended by then.
+        self._free = weakref.finalize(self, self._library.ncclCommAbort, self._comm)
+        self._free.atexit = False
 
     def all_reduce(self, x: Tensor) -> None:
         self._check(
@@ -185,14 +180,11 @@ class NcclGroup:
 
     def abort(self) -> None:
         """End the kernels that wait for a lost rank; a later collective fails at once."""
-        comm, self._comm = self._comm, ctypes.c_void_p()
-        if comm:
-            self._library.ncclCommAbort(comm)
+        self._comm = ctypes.c_void_p()
+        self._free()
 
     def _check(self, call: str, status: int) -> None:
-        if status:
-            reason = cast(bytes, self._library.ncclGetErrorString(status)).decode()
-            raise RuntimeError(f"{call} failed: {reason} (NCCL_DEBUG=INFO shows more)")
+        _check_nccl(self._library, call, status)
 
 
 def nccl_unique_id(library: Any = None) -> bytes:
@@ -203,9 +195,7 @@ def nccl_unique_id(library: Any = None) -> bytes:
     """
     library = nccl_library() if library is None else library
     identity = _UniqueId()
-    if status := library.ncclGetUniqueId(ctypes.byref(identity)):
-        reason = cast(bytes, library.ncclGetErrorString(status)).decode()
-        raise RuntimeError(f"ncclGetUniqueId failed: {reason} (NCCL_DEBUG=INFO shows more)")
+    _check_nccl(library, "ncclGetUniqueId", library.ncclGetUniqueId(ctypes.byref(identity)))
     return bytes(identity)
 
 
@@ -246,6 +236,12 @@ class _UniqueId(ctypes.Structure):
 _NCCL_TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 """ncclDataType_t of nccl.h."""
 _NCCL_SUM = 0
+
+
+def _check_nccl(library: Any, call: str, status: int) -> None:
+    if status:
+        reason = cast(bytes, library.ncclGetErrorString(status)).decode()
+        raise RuntimeError(f"{call} failed: {reason} (NCCL_DEBUG=INFO shows more)")
 
 
 def _stream(device: torch.device) -> int:

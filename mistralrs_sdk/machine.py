@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out; torch's CPU allocator has no type for it."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    said = str(error)  # also of an illegal memory access, after which a GPU computes no more
+    said = str(error)  # "memory" alone is in "illegal memory access", which ends a GPU's work
     return isinstance(error, RuntimeError) and any(words in said for words in _OUT_OF_MEMORY)
 
 

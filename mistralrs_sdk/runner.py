@@ -106,6 +106,8 @@ class Runner:
             "search_callback": search_callback,
         }.items():
             refuse("Runner", name, value)
+        if isinstance(num_device_layers, str):
+            num_device_layers = [num_device_layers]
         builder = (
             builder_of(which, isq=in_situ_quant)
             .with_max_num_seqs(1)  # so that the token budget is checked against max_seqs alone

@@ -95,3 +95,12 @@ def resident_bytes() -> int:
     """Memory this process really holds."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and more than an entry that nobody has read."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"

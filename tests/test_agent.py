@@ -207,6 +207,17 @@ async def test_tool_of_the_agent_comes_before_the_models_of_that_name():
     assert response.final_response == "done"
 
 
+async def test_message_may_let_the_model_run_code_beside_the_agents_tools():
+    """Code is run where the model answers; the agent's own calls go on as without it."""
+    model = ScriptedModel(CALL, Say("It is x."))
+    message = RequestBuilder().add_message("user", "What is it?").with_code_execution()
+
+    response = await agent(model).build().run(message)
+
+    assert [result.result for result in response.steps[0].tool_results] == ['"x"']
+    assert all(asked.execution.code for asked in model.asked)
+
+
 async def test_answer_that_fails_ends_the_run_with_its_steps():
     """What was done before is not lost."""
     model = ScriptedModel(CALL, Say("h", error=InferenceError("broken")))

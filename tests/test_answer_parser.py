@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Iterable
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 from mistralrs_sdk.chat.answer_format import TOOL_FORMATS
 from mistralrs_sdk.chat.answer_parser import AnswerParser, ReasoningTags
 from mistralrs_sdk.chat.detokenizer import Detokenizer
-from mistralrs_sdk.chat.tools import Function, Tool, joined_calls
+from mistralrs_sdk.chat.tools import Function, Tool
+from tests.answer_helpers import cut, read_all
 from tests.test_template import byte_tokenizer
 
 THINK = ReasoningTags(opens="<think>", closes="</think>")
@@ -38,22 +38,7 @@ def read(
     parser = AnswerParser(
         None if name is None else TOOL_FORMATS[name], THINK, tools=tools, opened=opened
     )
-    deltas = [*map(parser.feed, pieces), parser.finish()]
-    withdrawn = [index for delta in deltas for index in delta.withdrawn]
-    calls = joined_calls([call for delta in deltas for call in delta.tool_calls], withdrawn)
-    assert len({call.id for call in calls}) == len(calls)
-    assert parser.has_calls == bool(calls)
-    return (
-        "".join(delta.content for delta in deltas),
-        "".join(delta.reasoning for delta in deltas),
-        [(call.index, call.function.name, call.function.arguments) for call in calls],
-        any(delta.unparsed for delta in deltas),
-    )
-
-
-def cut(text: str, places: Iterable[int]) -> list[str]:
-    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[a:b] for a, b in itertools.pairwise(edges)]
+    return read_all(parser, pieces)
 
 
 CALLS = {

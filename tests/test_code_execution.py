@@ -210,6 +210,19 @@ async def test_process_that_kills_itself_is_replaced(workspaces):
     assert (await python(workspaces, "1 + 1"))["result"] == "2"
 
 
+async def test_session_whose_answers_are_cut_off_between_calls_is_replaced(workspaces):
+    """At once: nobody waits for an answer that cannot come."""
+    code = (
+        "import os, threading, time\n"
+        "def leave(): time.sleep(0.2); os.closerange(3, 100)\n"
+        "threading.Thread(target=leave).start()"
+    )
+    await python(workspaces, code)
+    await asyncio.sleep(0.5)
+
+    assert (await python(workspaces, "1 + 1", timeout_secs=5))["result"] == "2"
+
+
 async def test_answer_that_the_code_forged_ends_the_session(workspaces):
     """Whatever comes over the line of answers and is none, is no result."""
     attempt = "try: os.write(fd, b'[1]\\n')\n    except OSError: pass"
@@ -295,6 +308,21 @@ async def test_session_that_nobody_uses_ends(tmp_path, monkeypatch):
 
     assert processes_in(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+    await workspaces.aclose()
+
+
+async def test_session_deleted_during_a_call_ends_no_later_one_of_its_name(tmp_path, monkeypatch):
+    """The idle time of what was deleted says nothing about what has its name now."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    workspaces = Workspaces(idle_seconds=0.1)
+    async with workspaces.use(place()):
+        workspaces.end_session("s")
+
+    async with workspaces.use(place()) as later:
+        await asyncio.sleep(0.2)
+        answer = await later.run_python("1 + 1", CodeExecutionConfig())
+
+    assert answer["result"] == "2"
     await workspaces.aclose()
 
 
@@ -385,6 +413,15 @@ async def test_shell_that_does_not_start_says_why(workspaces, tmp_path_factory):
     assert f"cannot run {program}" in answer["stderr"]
 
 
+@pytest.mark.parametrize("command", ["echo a\0b", "echo \ud800"])
+async def test_command_that_no_program_can_be_given_says_why(command, workspaces):
+    """The text of an argument ends at a zero byte, and is UTF-8."""
+    answer = await shell(workspaces, command)
+
+    assert answer["exit_code"] == 126
+    assert answer["stderr"].startswith("cannot run /bin/sh: ")
+
+
 async def test_nothing_is_left_if_this_process_is_killed(tmp_path):
     """Whoever keeps the command notices, and ends it."""
     script = (
@@ -428,6 +465,33 @@ async def test_skills_are_copies(workspaces, tmp_path_factory):
     assert (folder / "run.sh").exists()
     offered = ShellTool(ShellConfig(), workspaces, (skill,)).offered()
     assert "skills/greet: Greets." in (offered.function.description or "")
+
+
+async def test_skill_is_not_copied_along_a_link(workspaces, tmp_path_factory):
+    """Code that put a link where skills belong does not choose where they are written."""
+    folder, outside = tmp_path_factory.mktemp("skill"), tmp_path_factory.mktemp("outside")
+    (folder / "run.sh").write_text("echo skilled")
+    await shell(workspaces, f"ln -s {outside} skills")
+
+    with pytest.raises(ToolError, match="skills/greet cannot be put in place"):
+        await shell(workspaces, "true", skills=[ShellSkillMount("greet", "Greets.", folder)])
+
+    assert list(outside.iterdir()) == []
+
+
+async def test_skill_that_nobody_may_write_to_is_copied(workspaces, tmp_path_factory):
+    """As those of a read-only store are."""
+    folder = tmp_path_factory.mktemp("skill")
+    (folder / "run.sh").write_text("echo skilled")
+    folder.chmod(0o500)
+
+    answer = await shell(
+        workspaces,
+        "sh skills/greet/run.sh",
+        skills=[ShellSkillMount("greet", "Greets.", folder)],
+    )
+
+    assert answer["stdout"] == "skilled\n"
 
 
 # Confined
@@ -497,6 +561,20 @@ async def test_network_is_what_the_policy_says(network, reached, workspaces):
         )
 
     assert answer.get("result") == reached, answer
+
+
+@confines
+@pytest.mark.parametrize("network", list(NetworkMode))
+async def test_confined_root_has_the_rights_of_nobody(network, workspaces):
+    """No devices, and no higher limits: both would lead out of the folder and the bounds."""
+    answer = await shell(
+        workspaces,
+        "grep -h '^Cap\\(Inh\\|Prm\\|Eff\\|Amb\\)' /proc/self/status; mknod disk b 7 0",
+        sandbox_policy=SandboxPolicy(network=network),
+    )
+
+    assert set(answer["stdout"].split()[1::2]) == {"0" * 16}
+    assert answer["exit_code"] != 0
 
 
 @confines

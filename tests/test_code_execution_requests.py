@@ -145,6 +145,17 @@ async def test_variables_last_as_long_as_the_session():
     assert [result_of(each) for each in (kept, other, gone)] == ["True", "False", "False"]
 
 
+async def test_result_that_is_no_unicode_does_not_end_the_request():
+    """Half of a surrogate pair is shown as a question mark: no prompt can hold it."""
+    box = toolbox()
+    rounds = Rounds(runs(r"raise ValueError('\udcff')"), Say("a"))
+
+    (told,) = await results(rounds, ask().with_code_execution(), box)
+    await box.aclose()
+
+    assert "ValueError: ?" in told
+
+
 async def test_stream_shows_code_like_other_tools():
     """A call that begins, and its end with the reason if there is no result."""
     box = toolbox(timeout_secs=0.3)
@@ -278,10 +289,10 @@ async def test_asking_needs_somebody_to_ask(asked, config):
 async def test_build_warns_what_it_means(caplog, monkeypatch):
     """With all rights, confined, and where the kernel cannot confine."""
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(code_tools, "unconfined", lambda network: ())
+    monkeypatch.setattr(code_tools, "unconfined", lambda network: {})
     await Toolbox(ToolSettings(code=CodeExecutionConfig())).start()
     await Toolbox(ToolSettings(shell=ShellConfig(sandbox_policy=SandboxPolicy()))).start()
-    monkeypatch.setattr(code_tools, "unconfined", lambda network: ("files (no Landlock)",))
+    monkeypatch.setattr(code_tools, "unconfined", lambda network: {"files": "no Landlock"})
     await Toolbox(ToolSettings(code=CodeExecutionConfig(sandbox_policy=SandboxPolicy()))).start()
 
     rights, confined, gap = (record.getMessage() for record in caplog.records)
@@ -292,7 +303,7 @@ async def test_build_warns_what_it_means(caplog, monkeypatch):
 
 async def test_strict_policy_that_cannot_be_kept_fails_the_build(monkeypatch):
     """Rather than running with more rights than were wanted."""
-    monkeypatch.setattr(code_tools, "unconfined", lambda network: ("files (no Landlock)",))
+    monkeypatch.setattr(code_tools, "unconfined", lambda network: {"files": "no Landlock"})
     config = CodeExecutionConfig(sandbox_policy=SandboxPolicy(strict=True))
 
     with pytest.raises(ConfigError, match=r"no Landlock.*strict"):
@@ -308,6 +319,13 @@ def test_builder_that_runs_code_stays_a_value():
     assert "with_shell_execution(ShellConfig(" in repr(builder)
     assert pickle.loads(pickle.dumps(builder)) == builder
     assert hash(builder) == hash(pickle.loads(pickle.dumps(builder)))
+
+
+def test_values_of_variables_are_never_shown():
+    """They may be secrets; their names are not."""
+    policy = SandboxPolicy(extra_env=["KEY=sk-secret", "TZ"])
+
+    assert "('KEY=...', 'TZ')" in repr(policy)
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,11 @@ def nccl(monkeypatch):
 def test_nccl_ranks_meet_by_the_id_that_rank_0_drew(nccl):
     """All 128 bytes of it, zeros included, reach the library on every rank."""
     identity = nccl_unique_id(nccl)
-    NcclGroup(identity, rank=1, size=2, library=nccl)
+    group = NcclGroup(identity, rank=1, size=2, library=nccl)
 
     assert identity == bytes(range(128))
     assert nccl.calls == [("init", 2, identity, 1)]
+    group.abort()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,17 @@ def test_nccl_is_aborted_once(nccl):
     group.abort()
 
     assert nccl.calls[1:] == [("abort", 77)]
+
+
+def test_nccl_is_freed_with_its_group(nccl):
+    """A model that is closed leaves no buffers on the GPU; an aborted one is not freed again."""
+    group = NcclGroup(bytes(128), rank=0, size=2, library=nccl)
+    del group
+    aborted = NcclGroup(bytes(128), rank=0, size=2, library=nccl)
+    aborted.abort()
+    del aborted
+
+    assert [call for call in nccl.calls if call[0] == "abort"] == [("abort", 77)] * 2
 
 
 def test_what_nccl_refuses_says_why(nccl):

@@ -21,7 +21,7 @@ from mistralrs_sdk.attention.flashinfer import FlashInferBackend, flashinfer_mis
 from mistralrs_sdk.attention.kv_cache import PagedKVCache
 from mistralrs_sdk.attention.select import Choice
 from mistralrs_sdk.config import ModelDType, PagedCacheType
-from mistralrs_sdk.engine import paged_attention
+from mistralrs_sdk.engine import build, paged_attention
 from mistralrs_sdk.engine.paged_attention import choose_attention, make_backend
 from tests.flashinfer_reference import FlashInferReference
 from tests.model_helpers import assert_idle, continue_ids, expected, prompt, tiny_builder
@@ -150,6 +150,20 @@ def choose(config: EngineConfig, *specs: AttentionSpec, device: torch.device = C
     origins = {"dtype": "automatic"}
     resolved, backend, kv = choose_attention(config, device, specs or [SPEC], origins)
     return resolved, backend, kv, origins
+
+
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
+async def test_the_engines_thread_has_the_models_gpu_as_its_current_one(
+    device, current, monkeypatch
+):
+    """Kernels that are not torch's go there, whichever GPU is named; "cuda" is current already."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(str(device)))
+    make_current = build.make_current
+    monkeypatch.setattr(build, "make_current", lambda _: make_current(torch.device(device)))
+
+    async with await tiny_builder("llama").build():
+        assert found == current
 
 
 @pytest.mark.usefixtures("gpu")

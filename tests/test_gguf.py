@@ -15,8 +15,9 @@ import torch
 from gguf import GGMLQuantizationType
 
 from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
-from mistralrs_sdk.loading.gguf import open_gguf, read_gguf
+from mistralrs_sdk.loading.gguf import open_gguf
 from mistralrs_sdk.loading.gguf_config import hf_names, unpermute_heads
+from mistralrs_sdk.loading.gguf_file import read_gguf
 from tests.gguf_files import (
     HEAD_DIM,
     HEADS,

@@ -19,6 +19,7 @@ from mistralrs_sdk import (
     UnsupportedError,
 )
 from mistralrs_sdk.tools import mcp_client
+from mistralrs_sdk.tools.callbacks import ToolError
 from mistralrs_sdk.tools.loop import open_stream
 from mistralrs_sdk.tools.mcp_client import McpClient
 from mistralrs_sdk.tools.mcp_config import McpClientConfig, McpServerConfig, McpServerSource
@@ -188,6 +189,27 @@ async def test_server_that_died_between_calls_costs_none(script):
 
     assert again != pid
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+async def test_call_that_fails_late_leaves_the_next_connection_alone(script):
+    """Another call may have connected again before this one hears that its server is gone."""
+    failing = asyncio.Event()
+
+    class Lost:
+        async def call_tool(self, name, arguments):
+            await failing.wait()
+            raise ConnectionResetError
+
+    connection = mcp_client._Connection(config(script).servers[0], 30, asyncio.Semaphore(1))
+    connection._client = Lost()
+    call = asyncio.create_task(connection.call("add", {}))
+    await asyncio.sleep(0)
+    connection._client, connection._ended = Lost(), asyncio.Event()
+    failing.set()
+
+    with pytest.raises(ToolError, match="lost during the call"):
+        await call
+    assert not connection._ended.is_set()
 
 
 async def test_call_that_may_be_repeated_is_repeated_over_a_new_connection(script, tmp_path):

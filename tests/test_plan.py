@@ -21,10 +21,10 @@ from mistralrs_sdk import (
 from mistralrs_sdk.config import ModelSource
 from mistralrs_sdk.device_map import MapDevice
 from mistralrs_sdk.engine import build, memory, settle
-from mistralrs_sdk.engine.memory import integrated_fraction, plan_layers, plan_memory
-from mistralrs_sdk.engine.pool_size import GIB, MIB, DeviceMemory
+from mistralrs_sdk.engine.memory import integrated_fraction, map_sizes, plan_layers, plan_memory
+from mistralrs_sdk.engine.pool_size import GIB, MIB, Activations, DeviceMemory
 from mistralrs_sdk.loading import loader
-from mistralrs_sdk.loading.forms import choose_forms
+from mistralrs_sdk.loading.forms import choose_forms, total_bytes
 from mistralrs_sdk.loading.loader import open_checkpoint, prepare_model
 from tests.gguf_files import tiny
 from tests.model_helpers import tiny_folder
@@ -336,6 +336,22 @@ def test_a_plan_shows_where_layers_would_go():
 
     assert layers.placed == (("cuda:0", range(3)), ("cuda:1", range(3, 4)))
     assert "cuda:0 only; by size they would go to cuda:0: layers 0 to 2, cuda:1: layers 3" in shown
+
+
+def test_where_the_logits_are_layers_compute_too():
+    """The first device keeps room for both: an allocator holds the one while the other runs."""
+    _, model, forms = tiny_plan(EngineConfig(device="cuda:0", dtype="bf16"), 4 * GIB)
+
+    sizes = map_sizes(
+        forms,
+        model.config.num_layers,
+        activations=Activations(mapped=5, non_mapped=3),
+        kv_per_layer=0,
+        base_reserve=0,
+    )
+
+    assert (sizes.activations_mapped, sizes.activations_non_mapped) == (5, 8)
+    assert sum(sizes.layers) + sizes.non_mapped == total_bytes(forms)
 
 
 def test_the_first_of_several_gpus_is_used_and_named(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 import threading
 
@@ -70,6 +72,30 @@ def test_who_waits_sees_that_the_other_has_closed(ends):
     assert two.has_message(1.0)
     with pytest.raises(EOFError):
         two.receive()
+
+
+def test_what_no_rank_sends_is_not_waited_for(ends):
+    """A message of another kind, or words without end, are refused by their first bytes."""
+    one, two = ends
+    for head in (b"GET / HTTP/1.1", b"\x00\xff\xff\xff\x7f"):
+        one._socket.sendall(head)
+        with pytest.raises(ValueError, match="is none of a rank"):
+            two.receive()
+        while two.has_message(0.0):
+            two._socket.recv(64)
+
+
+def test_a_channel_may_have_any_number(ends):
+    """A server with more than a thousand open sockets can wait for its ranks, too."""
+    one, two = ends
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1200:
+        pytest.skip(f"a process may have {soft} open files here")
+    high = Channel(socket.socket(fileno=fcntl.fcntl(two._socket.fileno(), fcntl.F_DUPFD, 1100)))
+    one.send(ready=True)
+
+    assert high.has_message(1.0)
+    high.close()
 
 
 def test_a_watcher_hears_of_the_end_behind_unread_messages(ends):

@@ -16,13 +16,8 @@ from mistralrs_sdk.attention.backend import BatchLists
 from mistralrs_sdk.engine import tensor_parallel
 from mistralrs_sdk.engine.rank_channel import Channel
 from mistralrs_sdk.engine.rank_place import RankPlace
-from mistralrs_sdk.engine.tensor_parallel import (
-    Leader,
-    LeadingRunner,
-    RankLost,
-    fingerprint,
-    with_pool,
-)
+from mistralrs_sdk.engine.rank_terms import fingerprint, with_pool
+from mistralrs_sdk.engine.tensor_parallel import Leader, LeadingRunner, RankLost
 from mistralrs_sdk.plan import MemoryPlan
 
 PLACE = RankPlace(rank=0, size=2, local_rank=0, local_size=2, starts=range(1, 2))
@@ -111,9 +106,50 @@ def test_ranks_with_unlike_settings_are_refused(pair):
 def test_a_rank_of_another_version_is_refused(pair):
     """What ranks say to each other may differ between versions."""
     leader, other = pair
-    other.send(rank=1, version="0.0")
+    other.send(rank=1, version="0.0", device="cpu")
     with pytest.raises(ModelLoadError, match=rf"rank 1 has mistralrs_sdk 0.0 .*{__version__}"):
-        leader._hear(1, "rank")
+        leader._check_arrival(1, leader._hear(1, "rank"))
+
+
+def test_a_rank_on_another_kind_of_device_is_refused(pair):
+    """Each would wait in a group of its own, for minutes or for ever."""
+    leader, other = pair
+    other.send(rank=1, version=__version__, device="cuda")
+    with pytest.raises(ConfigError, match="rank 1 would compute on cuda and rank 0 on cpu"):
+        leader._check_arrival(1, leader._hear(1, "rank"))
+
+
+def knock(leader):
+    """A connection that nobody has said anything on yet; the end of who knocks, and ours."""
+    theirs, ours = socket.socketpair()
+    return Channel(theirs), lambda: leader._welcome(Channel(ours))
+
+
+def test_a_rank_that_cannot_come_says_why():
+    """Rank 0 would otherwise wait for it until the others have given up."""
+    leader = Leader(PLACE, torch.device("cpu"))
+    other, welcome = knock(leader)
+    other.send(rank=1, failed="there are no CUDA devices")
+    with pytest.raises(ModelLoadError, match=r"rank 1 of 2 .*there are no CUDA devices"):
+        welcome()
+    leader.close()
+    other.close()
+
+
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x10\x00\x00\x00{", b""])
+def test_a_stranger_at_the_door_is_sent_away(words, monkeypatch):
+    """Who speaks another language, or falls silent, does not hold the meeting up."""
+    monkeypatch.setattr(tensor_parallel, "_KNOCK_S", 0.05)
+    leader = Leader(PLACE, torch.device("cpu"))
+    stranger, welcome = knock(leader)
+    stranger._socket.sendall(words)
+    welcome()
+
+    assert not leader._channels
+    assert stranger.has_message(1.0)
+    with pytest.raises(EOFError):
+        stranger.receive()
+    stranger.close()
 
 
 def test_what_a_rank_could_not_do_is_passed_on(pair):

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from tests.checkpoint_files import change_json
+from tests.model_helpers import is_running
 from tests.ray_cluster import ROOT
 from tests.tiny_models import tiny_checkpoint
 
@@ -87,15 +88,6 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
                     process.wait(60)
                 except subprocess.TimeoutExpired:
                     process.kill()
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there, and more than an entry that nobody has read."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 async def until(true: Callable[[], bool], seconds: float = 90) -> None:

@@ -261,6 +261,14 @@ def test_mcp_servers_are_the_builders(fake):
     assert fake.builder == ModelBuilder("x").with_mcp_client(config)
 
 
+@pytest.mark.parametrize("layers", ["0:2;1:2", ["0:2", "1:2"]])
+def test_device_layers_are_one_text_or_several(layers, fake):
+    """Text is not taken for a list of its characters."""
+    Runner(Which.Plain("x"), num_device_layers=layers)
+
+    assert fake.builder == ModelBuilder("x").with_device_mapping("0:2;1:2")
+
+
 def test_sessions_leave_and_enter_as_json(tiny):
     """What was said in a session comes before the next turn; it can be taken elsewhere."""
     quiet = {"session_id": "s", "tool_choice": "NoTools", "max_tokens": 3}

@@ -104,6 +104,14 @@ def test_models_that_chat_get_the_tools_of_mcp_servers(tmp_path):
         assert one == (other.with_mcp_client(mcp) if chats else other)
 
 
+def test_mcp_servers_that_no_model_would_use_are_refused(tmp_path):
+    """Where all models embed nobody would ever call the tools."""
+    mcp = read_mcp_config(mcp_file(tmp_path, MCP))
+
+    with pytest.raises(ConfigError, match=r"--mcp-config, or MCP_CONFIG_PATH, has no effect"):
+        builder_of(parse("--embedding-model-id", "e"), mcp=mcp)
+
+
 def test_the_flag_wins_over_the_variable_for_mcp(tmp_path):
     """Without either there is no client."""
     file = str(mcp_file(tmp_path, MCP))

@@ -69,6 +69,7 @@ def test_inner_columns_are_divided_where_blocks_end():
     ("size", "changes", "words"),
     [
         (2, {}, r"tensor_parallel \(2\) .* 9 attention heads; possible are 1, 3, 9"),
+        (5, {"num_heads": 12}, r"12 attention heads; possible are 1, 3, 6, 12$"),
         (2, {"num_heads": 12}, r"tensor_parallel \(2\) .* 3 heads of keys and values"),
         (
             4,

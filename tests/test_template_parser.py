@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import random
@@ -18,7 +17,8 @@ from mistralrs_sdk.chat.answer_format import TOOL_FORMATS, find_answer_format
 from mistralrs_sdk.chat.answer_parser import AnswerParser
 from mistralrs_sdk.chat.response_template import read_response_template
 from mistralrs_sdk.chat.template_parser import TemplateParser
-from mistralrs_sdk.chat.tools import Function, Tool, joined_calls
+from mistralrs_sdk.chat.tools import Function, Tool
+from tests.answer_helpers import cut, read_all
 
 Spec = dict[str, Any]
 
@@ -152,20 +152,7 @@ def read(
 ) -> tuple[str, str, list[tuple[int, str, str]], bool]:
     """Content, reasoning, (index, name, arguments) of each call, and whether one is unparsed."""
     parser = TemplateParser(read_response_template(spec), prompt=prompt, tools=tools)
-    deltas = [*map(parser.feed, pieces), parser.finish()]
-    calls = joined_calls(call for delta in deltas for call in delta.tool_calls)
-    assert parser.has_calls == bool(calls)
-    return (
-        "".join(delta.content for delta in deltas),
-        "".join(delta.reasoning for delta in deltas),
-        [(call.index, call.function.name, call.function.arguments) for call in calls],
-        any(delta.unparsed for delta in deltas),
-    )
-
-
-def cut(text: str, places: Iterable[int]) -> list[str]:
-    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[a:b] for a, b in itertools.pairwise(edges)]
+    return read_all(parser, pieces)
 
 
 @pytest.mark.parametrize(("spec", "text"), ANSWERS)

@@ -31,6 +31,7 @@ from tests.model_helpers import (
     assert_idle,
     continue_ids,
     endless,
+    is_running,
     prompt,
 )
 
@@ -56,14 +57,6 @@ def two_ranks() -> ModelBuilder:
 
 async def pids_of(model: Model) -> tuple[int, ...]:
     return await model.inner().thread.call(lambda engine: engine.runner.pids)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def assert_gone(pids, within: float = 5.0) -> None:

@@ -154,14 +154,26 @@ def test_item_of_the_responses_api_is_incomplete_where_the_call_is_none():
     assert "".join(texts) == TEXT
 
 
-@pytest.mark.parametrize("bad", [", {]", "}, 7]"])
-def test_ended_blocks_and_items_of_a_list_that_is_none_go_too(bad):
-    """Of a list of calls the first may be whole before the list turns out to be none."""
+@pytest.mark.parametrize(
+    ("first", "rest"),
+    [
+        ("{}", ", {]"),
+        ("{}", "}, 7]"),
+        ('{"a": nope}', "}}]"),
+        ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", "}}]"),
+    ],
+    ids=["broken", "a number", "nonsense first", "too deep"],
+)
+def test_ended_blocks_and_items_of_a_list_that_is_none_go_too(first, rest):
+    """The first of a list of calls ends, whole or as nonsense, before the list is none."""
     parser = AnswerParser(TOOL_FORMATS["mistral"], None)
-    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1' + bad
+    calls = f'{{"name": "f", "arguments": {first}}}, {{"name": "g", "arguments": {{"a": 1'
+    text = f"[TOOL_CALLS][{calls}{rest}"
     deltas = [*map(parser.feed, text), parser.finish()]
     message = MessageAnswer(model="m", max_tokens=None)
     response = ResponseAnswer({"output": [], "status": "queued"})
+    told: list[Any] = []
+    items: list[Any] = []
     for delta in deltas:
         choice = ChunkChoice(
             index=0,
@@ -169,14 +181,20 @@ def test_ended_blocks_and_items_of_a_list_that_is_none_go_too(bad):
             withdrawn_tool_calls=delta.withdrawn,
         )
         chunk = ChatCompletionChunkResponse(id="x", choices=(choice,), created=0, model="m")
-        message.add(chunk)
-        response.add(chunk)
-    message.finish(thinking_tokens=0)
-    response.finish(reasoning_tokens=0)
+        told += message.add(chunk)
+        items += response.add(chunk)
+    told += message.finish(thinking_tokens=0)
+    items += response.finish(reasoning_tokens=0)
 
     assert message.message["content"] == [{"type": "text", "text": text}]
     (item,) = response.response["output"]
     assert item["content"][0]["text"] == text
+    for events, begin, end in (
+        (told, "content_block_start", "content_block_stop"),
+        (items, "response.output_item.added", "response.output_item.done"),
+    ):
+        kinds = [event["type"] for event in events]
+        assert kinds.count(begin) == kinds.count(end) == 3  # two calls, then the text
 
 
 def test_pieces_are_forwarded_as_they_come():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 
-class ClosedOnLeaving:
+class ClosedOnLeaving(ABC):
     """An async context manager over the stream's own `aclose`."""
 
+    @abstractmethod
     async def aclose(self) -> None:
         """End the stream; what still runs for it is aborted."""
-        raise NotImplementedError
 
     async def __aenter__(self) -> Self:
         return self

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mistralrs_sdk.attention.backend import AttentionSpec, Batch, Rotation
 from mistralrs_sdk.attention.kv_cache import PagedKVCache, untouched_zeros
-from mistralrs_sdk.attention.page_tables import Event, PageTable, PageTables
+from mistralrs_sdk.attention.page_tables import Event, PageTables
 
 LEAST_WORKSPACE = 128 * 2**20
 """Bytes FlashInfer advises for what its kernels keep between two passes over a long context."""
@@ -77,11 +77,7 @@ class FlashInferBackend:
         if make_event is None and device.type == "cuda":
             make_event = functools.partial(_CurrentStreamEvent, device)
         self._pages = PageTables(cache.block_size, device, make_event=make_event)
-        gpu = {}
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            gpu = {"num_sms": properties.multi_processor_count, "turing": properties.major < 8}
-        size = workspace_bytes(self._distinct, max_num_seqs=max_num_seqs, **gpu)
+        size = workspace_on(device, self._distinct, max_num_seqs=max_num_seqs)
         with torch.inference_mode(False):
             # Shared by all wrappers, of which no two run at once; zeros, as FlashInfer asks for.
             self._workspace = untouched_zeros((size,), dtype=torch.uint8, device=device)
@@ -103,18 +99,21 @@ class FlashInferBackend:
             )
         self._slots = batch.slot_mapping
         pages = self._pages.fill(batch)
+        tables = (pages.indptr, pages.indices, pages.last_page_len)
         try:
             # What FlashInfer allocates for a wrapper is written to in later steps, in any mode.
             with torch.inference_mode(False):
                 if graph_size is not None:
                     self._planned = self._graph(graph_size)
-                    self._plan_decodes(pages)
+                    self._plan_each(self._decode_wrapper, *tables)
                 elif rows == sequences:
                     self._planned = self._decodes
-                    self._plan_decodes(pages)
+                    self._plan_each(self._decode_wrapper, *tables)
                 else:
                     self._planned = self._prefills
-                    self._plan_prefills(pages)
+                    # Causal is aligned to the last key, so that a chunk sees what came before it.
+                    tables = (pages.query_start, *tables)
+                    self._plan_each(self._prefill_wrapper, *tables, causal=True)
         finally:
             # FlashInfer's plans copy out of pinned memory of their own, which the next ones
             # overwrite: the event stands for those copies too.
@@ -167,39 +166,21 @@ class FlashInferBackend:
             # The stream, not the device: another model may be capturing a graph there.
             torch.cuda.current_stream(device).synchronize()
 
-    def _plan_decodes(self, pages: PageTable) -> None:
+    def _plan_each(
+        self, make: Callable[[AttentionSpec], Any], *tables: Tensor, **more: Any
+    ) -> None:
+        """Plan the wrappers that run next; `make` makes one for a spec that has none yet."""
         for spec in self._distinct:
             wrapper = self._planned.get(spec)
             if wrapper is None:
-                wrapper = self._planned[spec] = self._decode_wrapper(spec)
+                wrapper = self._planned[spec] = make(spec)
             wrapper.plan(
-                pages.indptr,
-                pages.indices,
-                pages.last_page_len,
+                *tables,
                 spec.num_heads,
                 spec.num_kv_heads,
                 spec.head_dim,
                 self._cache.block_size,
-                **self._settings(spec),
-            )
-
-    def _plan_prefills(self, pages: PageTable) -> None:
-        for spec in self._distinct:
-            wrapper = self._planned.get(spec)
-            if wrapper is None:
-                wrapper = self._planned[spec] = self._ops.BatchPrefillWithPagedKVCacheWrapper(
-                    self._workspace, kv_layout="NHD"
-                )
-            wrapper.plan(
-                pages.query_start,
-                pages.indptr,
-                pages.indices,
-                pages.last_page_len,
-                spec.num_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                self._cache.block_size,
-                causal=True,  # aligned to the last key, so that a chunk sees what came before it
+                **more,
                 **self._settings(spec),
             )
 
@@ -242,6 +223,22 @@ class FlashInferBackend:
             backend="fa2",  # "auto" may turn to others, which refuse some shapes and graphs
             **graph,
         )
+
+    def _prefill_wrapper(self, _spec: AttentionSpec) -> Any:
+        return self._ops.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="NHD")
+
+
+def workspace_on(device: torch.device, specs: Sequence[AttentionSpec], *, max_num_seqs: int) -> int:
+    """As `workspace_bytes`, with what `device` is if that is a GPU."""
+    if device.type != "cuda":
+        return workspace_bytes(specs, max_num_seqs=max_num_seqs)
+    properties = torch.cuda.get_device_properties(device)
+    return workspace_bytes(
+        specs,
+        max_num_seqs=max_num_seqs,
+        num_sms=properties.multi_processor_count,
+        turing=properties.major < 8,
+    )
 
 
 def workspace_bytes(

@@ -6,6 +6,7 @@ import os
 
 from mistralrs_sdk.builders.model_builder import ModelBuilder
 from mistralrs_sdk.engine.rank_place import place_of
+from mistralrs_sdk.logs import configure_logging
 
 
 def serve_rank(builder: ModelBuilder) -> bool:
@@ -29,8 +30,6 @@ def serve_rank(builder: ModelBuilder) -> bool:
     from mistralrs_sdk.engine.worker import serve_place
 
     if builder.logs_to_stderr:
-        from mistralrs_sdk.logs import configure_logging
-
         configure_logging()
     serve_place(place, builder.source, config)
     return True

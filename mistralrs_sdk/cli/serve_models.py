@@ -60,7 +60,7 @@ def builder_of(args: argparse.Namespace, *, mcp: McpClientConfig | None = None) 
     """The builder of all models that flags and file describe; those that chat use `mcp`.
 
     Raises:
-        ConfigError: there is none, two have one id, or a setting is wrong.
+        ConfigError: there is none, two have one id, a setting is wrong, or none would use `mcp`.
     """
     found: list[tuple[str | None, ModelBuilder | EmbeddingModelBuilder]] = [
         # under the name people know it by; what that leads to is a path on this machine
@@ -78,13 +78,18 @@ def builder_of(args: argparse.Namespace, *, mcp: McpClientConfig | None = None) 
             found.append(_from_table(args, table))
         except ConfigError as error:
             raise ConfigError(f"{args.config}: [[models]] number {number}: {error}") from error
+    if not found:
+        raise ConfigError("there is no model to serve: name one with -m, or a file with --config")
     if mcp is not None:
+        if not any(isinstance(each, ModelBuilder) for _, each in found):
+            raise ConfigError(
+                "--mcp-config, or MCP_CONFIG_PATH, has no effect: no model here chats; leave it "
+                "out, or name one with -m"
+            )
         found = [
             (id, each.with_mcp_client(mcp) if isinstance(each, ModelBuilder) else each)
             for id, each in found
         ]
-    if not found:
-        raise ConfigError("there is no model to serve: name one with -m, or a file with --config")
     if len(found) == 1 and found[0][0] is None and args.default_model_id is None:
         return found[0][1]
     several = MultiModelBuilder()

@@ -123,7 +123,8 @@ def build_engine(
 
     `adapters` gets those that `config` names, before the weights are read; without it the model
     takes none. Call it on the thread that will step the engine: it sets the number of CPU threads,
-    and the CPUs they are pinned to if that is wanted, for the calling thread and those it starts.
+    and the CPUs they are pinned to if that is wanted, for the calling thread and those it starts,
+    and the thread's current GPU.
 
     If `config` asks for a tensor-parallel model, its other ranks are started or met first; those
     that are started here read the weights from `source`. They end when `ended` is closed, or with
@@ -157,12 +158,13 @@ def build_engine(
     torch.set_num_threads(threads.num_threads)
     config = attrs.evolve(config, num_threads=threads.num_threads, lora_runtime_config=config.lora)
     if link is not None:
-        config = attrs.evolve(config, device=str(link.device), cuda_graphs=False)
+        config = attrs.evolve(config, device=str(link.device))
     settled = settle(checkpoint, config, origins, parallel=parallel, adapters=adapters)
     if link is not None:
-        origins |= {"device": "that of rank 0", "cuda_graphs": "off with tensor_parallel"}
+        origins["device"] = "that of rank 0"
         settled = attrs.evolve(settled, plan=link.agree(settled))
     device, dtype = settled.device, settled.dtype
+    make_current(device)
     lora = None if adapters is None else _load_adapters(adapters, settled)
     importance = None
     if config.imatrix is not None:
@@ -228,6 +230,12 @@ def build_engine(
         log_steps=log_steps,
     )
     return engine, info
+
+
+def make_current(device: torch.device) -> None:
+    """Let this thread launch on `device` what is not torch's: that goes to the current GPU."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def plan_source(

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from mistralrs_sdk.attention.backend import AttentionSpec
-from mistralrs_sdk.attention.flashinfer import PLAN_BYTES, workspace_bytes
+from mistralrs_sdk.attention.flashinfer import PLAN_BYTES, workspace_on
 from mistralrs_sdk.config import EngineConfig
 from mistralrs_sdk.engine.cuda_graphs import CAPTURE_BYTES, MAX_GRAPHS, buckets
 from mistralrs_sdk.engine.pool_size import estimate_activations
@@ -50,14 +50,8 @@ def kept_memory(
     """
     if device.type != "cuda" or not config.flashinfer:
         return KeptMemory()
-    properties = torch.cuda.get_device_properties(device)
     distinct = tuple(dict.fromkeys(specs))
-    attention = workspace_bytes(
-        distinct,
-        max_num_seqs=config.max_num_seqs,
-        num_sms=properties.multi_processor_count,
-        turing=properties.major < 8,
-    )
+    attention = workspace_on(device, distinct, max_num_seqs=config.max_num_seqs)
     attention += len(distinct) * _WRAPPERS * WRAPPER_BYTES
     if not config.cuda_graphs:
         return KeptMemory(attention=attention)

@@ -14,13 +14,18 @@ from mistralrs_sdk.device_map import (
     DeviceMap,
     DeviceMapMetadata,
     MapDevice,
-    MapSizes,
     map_layers,
 )
-from mistralrs_sdk.engine.memory import DeviceShare, activations_of, layer_of, paged_config
+from mistralrs_sdk.engine.memory import (
+    DeviceShare,
+    activations_of,
+    layer_of,
+    map_sizes,
+    paged_config,
+)
 from mistralrs_sdk.engine.pool_size import DeviceMemory
 from mistralrs_sdk.errors import ConfigError, ModelLoadError, UnsupportedError
-from mistralrs_sdk.loading.forms import Form, total_bytes
+from mistralrs_sdk.loading.forms import Form
 from mistralrs_sdk.models.decoder import CausalLM
 
 MemoryOf = Callable[[torch.device], DeviceMemory]
@@ -163,11 +168,7 @@ def _by_size(
     The first device is filled before the next one is begun, so that with too little room for keys
     and values it would be left with the least of them, and the whole pool with no more.
     """
-    layers = [0] * model.config.num_layers
-    for name, form in forms.items():
-        layer = layer_of(name)
-        if layer is not None:
-            layers[layer] += form.num_bytes
+    num_layers = model.config.num_layers
     length = min(config.max_model_len or params.max_seq_len, model.config.max_position_embeddings)
     activations = activations_of(model, config, dtype=dtype, length=length)
     per_token = max(bytes_per_token([spec], kv_dtype) for spec in model.specs)
@@ -175,19 +176,20 @@ def _by_size(
         MapDevice(name=str(device), capacity=memory.free) for device, memory in memories.items()
     ]
 
+    sizes = map_sizes(
+        forms,
+        num_layers,
+        activations=activations,
+        kv_per_layer=0,
+        base_reserve=max(memory.reserve for memory in memories.values()),
+    )
+
     def place(tokens: int) -> DeviceMap:
-        sizes = MapSizes(
-            layers=layers,
-            non_mapped=total_bytes(forms) - sum(layers),
-            activations_mapped=activations.mapped,
-            activations_non_mapped=activations.total,
-            kv_per_layer=per_token * tokens,
-            base_reserve=max(memory.reserve for memory in memories.values()),
-        )
-        return map_layers(devices, sizes, paged=True, unified_fraction=1.0)
+        roomy = attrs.evolve(sizes, kv_per_layer=per_token * tokens)
+        return map_layers(devices, roomy, paged=True, unified_fraction=1.0)
 
     paged = paged_config(config)
-    total = per_token * len(layers)
+    total = per_token * num_layers
     least = 0 if paged is None else _tokens_wanted(params, config, paged, bytes_per_token=total)
     best = place(least)
     if len(best.placed) == 1 or paged is None:

@@ -224,22 +224,39 @@ def plan_layers(
     Raises:
         ModelLoadError: they do not fit.
     """
-    layers = [0] * model.config.num_layers
-    for name, form in forms.items():
-        layer = layer_of(name)
-        if layer is not None:
-            layers[layer] += form.num_bytes
-    activations = activations_of(model, config, dtype=dtype, length=plan.max_model_len)
-    sizes = MapSizes(
-        layers=layers,
-        non_mapped=plan.weight_bytes - sum(layers),
-        activations_mapped=activations.mapped,
-        activations_non_mapped=activations.non_mapped,
-        kv_per_layer=plan.kv_bytes // len(layers) if plan.cache == "paged" else 0,
+    sizes = map_sizes(
+        forms,
+        model.config.num_layers,
+        activations=activations_of(model, config, dtype=dtype, length=plan.max_model_len),
+        kv_per_layer=plan.kv_bytes // model.config.num_layers if plan.cache == "paged" else 0,
         base_reserve=plan.reserve_bytes,
     )
     # What an integrated GPU may take was limited when its memory was read.
     return map_layers(devices, sizes, paged=plan.cache == "paged", unified_fraction=1.0)
+
+
+def map_sizes(
+    forms: Mapping[str, Form],
+    num_layers: int,
+    *,
+    activations: Activations,
+    kv_per_layer: int,
+    base_reserve: int,
+) -> MapSizes:
+    """What the layers take and what is in no layer, weights kept as `forms` says."""
+    layers = [0] * num_layers
+    for name, form in forms.items():
+        layer = layer_of(name)
+        if layer is not None:
+            layers[layer] += form.num_bytes
+    return MapSizes(
+        layers=layers,
+        non_mapped=total_bytes(forms) - sum(layers),
+        activations_mapped=activations.mapped,
+        activations_non_mapped=activations.total,  # what computes the logits computes layers, too
+        kv_per_layer=kv_per_layer,
+        base_reserve=base_reserve,
+    )
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

@@ -96,8 +96,10 @@ class ModelRunner:
 
         Nothing was started then.
         """
+        if self._sampler is None or not all(map(_is_plain, scheduled)):
+            return None
         places = [i for i, item in enumerate(scheduled) if item.samples]
-        if self._sampler is None or not places or not all(map(_is_plain, scheduled)):
+        if not places:
             return None
         logits = self._logits(lay_out(scheduled, block_size=self.block_size))
         draw = self._sampler.draw(logits, [scheduled[i].sequence for i in places])
@@ -138,7 +140,7 @@ class ModelRunner:
     def _run(
         self, scheduled: Sequence[Scheduled], *, adapted: bool = False
     ) -> list[SampledToken | None]:
-        launched = None if adapted or self._sampler is None else self.launch(scheduled)
+        launched = self.launch(scheduled)
         if launched is not None:
             return launched.read()
         lists = lay_out(scheduled, block_size=self.block_size)

@@ -17,6 +17,8 @@ from mistralrs_sdk.attention.backend import BatchLists
 _HEAD = struct.Struct("<BI")
 """Kind and number of bytes, before each message."""
 _WORDS, _STEP = 0, 1
+_MOST_WORDS = 2**20
+"""Bytes of the longest message of words: who sends more, or another kind, is no rank."""
 _NUMBER = "i"
 """Of a step's message: token ids, positions and slots are far below 2**31."""
 _LOST_AFTER_S = 4
@@ -59,19 +61,26 @@ class Channel:
         """
         self._send(_STEP, encode_step(lists))
 
-    def receive(self) -> Mapping[str, Any] | BatchLists:
-        """Wait for a message.
+    def receive(self, *, timeout: float | None = None) -> Mapping[str, Any] | BatchLists:
+        """Wait for a message, whose parts may be so many seconds apart.
 
         Raises:
             EOFError: the other side has closed, or the connection broke.
+            ValueError: the other side speaks another language.
         """
+        self._socket.settimeout(timeout)
         kind, size = _HEAD.unpack(self._read(_HEAD.size))
+        if kind not in (_WORDS, _STEP) or (kind == _WORDS and size > _MOST_WORDS):
+            raise ValueError(f"a message of kind {kind} with {size} bytes is none of a rank")
         content = self._read(size)
+        self._socket.settimeout(None)
         return decode_step(content) if kind == _STEP else json.loads(content)
 
     def has_message(self, timeout: float) -> bool:
         """Whether `receive` has something to return or to raise, within so many seconds."""
-        return bool(select.select([self._socket], [], [], timeout)[0])
+        events = select.poll()  # select.select refuses the numbers of a server with many sockets
+        events.register(self._socket, select.POLLIN)
+        return bool(events.poll(1000 * timeout))
 
     def watch(self, gone: Callable[[], None]) -> None:
         """Call `gone`, once and on a thread of its own, when the other side has closed."""

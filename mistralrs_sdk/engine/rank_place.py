@@ -147,11 +147,9 @@ def _number(
     least: int = 1,
     below: int | None = None,
 ) -> int:
-    text = environ.get(name, "").strip()
-    if not text and default is not None:
+    if default is not None and not environ.get(name, "").strip():
         return default
-    if not text:
-        raise ConfigError(f"{name} is not set, and the ranks cannot meet without it")
+    text = _text(environ, name)
     if not text.isdecimal() or int(text) < least or (below is not None and int(text) >= below):
         limit = "" if below is None else f", below {below}"
         raise ConfigError(f"{name} ({text!r}) must be a whole number of at least {least}{limit}")

@@ -120,16 +120,16 @@ class Requantiser:
                 and the message says how far it came; each weight is then the old or the new one.
             EngineClosedError: it was cancelled.
         """
-        if self.info.config.tensor_parallel > 1:
-            raise UnsupportedError(
-                f"re_isq_model is not done with tensor_parallel ({self.info.config.tensor_parallel}"
-                "): build the model again, with with_isq"
-            )
-        if self.info.config.device_mapping is not None:
-            raise UnsupportedError(
-                f"re_isq_model is not done with device_mapping ({self.info.config.device_mapping}"
-                "): build the model again, with with_isq"
-            )
+        built = self.info.config
+        for name, there in (
+            ("tensor_parallel", built.tensor_parallel > 1),
+            ("device_mapping", built.device_mapping is not None),
+        ):
+            if there:
+                raise UnsupportedError(
+                    f"re_isq_model is not done with {name} ({getattr(built, name)}): build the "
+                    "model again, with with_isq"
+                )
         runner = cast(ModelRunner, engine.runner)
         model = cast(CausalLM, runner.model)
         refuse_quantising("re_isq_model", device=runner.device, dtype=self.info.config.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import socket
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -27,6 +25,13 @@ from mistralrs_sdk.engine.rank_channel import Channel
 from mistralrs_sdk.engine.rank_meeting import MEETING_TIMEOUT, Meeting, device_of, file_store, join
 from mistralrs_sdk.engine.rank_place import RankPlace, place_of, refuse_without_nccl
 from mistralrs_sdk.engine.rank_processes import RankProcess, RankTask, start_neighbours
+from mistralrs_sdk.engine.rank_terms import (
+    CLOSE_TIMEOUT_S,
+    NOTICE_S,
+    fingerprint,
+    with_pool,
+    without_recordings,
+)
 from mistralrs_sdk.engine.request import SampledToken
 from mistralrs_sdk.engine.scheduler import Scheduled
 from mistralrs_sdk.engine.settle import Settled
@@ -37,11 +42,9 @@ from mistralrs_sdk.plan import MemoryPlan
 
 logger = logging.getLogger("mistralrs_sdk.engine")
 
-CLOSE_TIMEOUT_S = 5.0
-"""How long ranks may take to end when they are told to."""
-NOTICE_S = 2.0
-"""How long a lost connection may take to be noticed, and a rank's last output to be read."""
 _POLL_S = 0.1
+_KNOCK_S = 30.0
+"""How long who connects may take to say which rank it is."""
 
 
 class RankLost(BaseException):  # no Exception: the engine ends with it, not one step
@@ -230,7 +233,7 @@ class Leader:
                 self._processes[rank] = RankProcess(task)
         for rank, channel in self._channels.items():
             channel.watch(self._note(rank))
-            self._hear(rank, "rank")
+            self._check_arrival(rank, self._hear(rank, "rank"))
         return file_store(str(file), self._place.size)
 
     def _meet(self, source: ModelSource, config: EngineConfig) -> Any:
@@ -250,10 +253,11 @@ class Leader:
     def _welcome(self, channel: Channel) -> None:
         """Take in who knocked, if it is a rank that is expected."""
         try:
-            words = channel.receive() if channel.has_message(30.0) else {}
+            message = channel.receive(timeout=_KNOCK_S)
         except (EOFError, ValueError):
-            words = {}
-        rank = words.get("rank") if isinstance(words, Mapping) else None
+            message = {}
+        words = message if isinstance(message, Mapping) else {}
+        rank = words.get("rank")
         expected = isinstance(rank, int) and 0 < rank < self._place.size
         if not expected or rank in self._channels:
             logger.warning("a connection that is no rank of this model was closed")
@@ -262,7 +266,7 @@ class Leader:
         assert isinstance(rank, int)
         self._channels[rank] = channel
         channel.watch(self._note(rank))
-        self._check_version(rank, words)
+        self._check_arrival(rank, words)
 
     def _check_coming(self, deadline: float) -> None:
         if self._cancelled():
@@ -278,11 +282,19 @@ class Leader:
                 "same builder, and let it call serve_rank(builder)"
             )
 
-    def _check_version(self, rank: int, words: Any) -> None:
+    def _check_arrival(self, rank: int, words: Mapping[str, Any]) -> None:
+        """Refuse a rank that could not come, or would wait in another kind of group."""
+        if "failed" in words:
+            raise self._failed(rank, str(words["failed"]))
         if words.get("version") != __version__:
             raise ModelLoadError(
                 f"rank {rank} has mistralrs_sdk {words.get('version')} and rank 0 has "
                 f"{__version__}: install the same everywhere"
+            )
+        if words.get("device") != self.device.type:
+            raise ConfigError(
+                f"rank {rank} would compute on {words.get('device')} and rank 0 on "
+                f"{self.device.type}: choose one for all with with_device or with_force_cpu"
             )
 
     def _note(self, rank: int) -> Callable[[], None]:
@@ -318,10 +330,8 @@ class Leader:
         except EOFError as error:
             raise self._failed(rank, str(error)) from error
         assert isinstance(words, Mapping), "ranks send no steps"
-        if key not in words:
+        if "failed" in words or key not in words:
             raise self._failed(rank, str(words.get("failed", words)))
-        if key == "rank":
-            self._check_version(rank, words)
         return words
 
     def _failed(self, rank: int, why: str) -> ModelLoadError:
@@ -375,12 +385,6 @@ class LeadingRunner:
         return drawn
 
 
-def without_recordings(runner: ModelRunner) -> ModelRunner:
-    """A runner of one rank: what is recorded would leave out what the ranks say to each other."""
-    runner.tapes = runner.graphs = None
-    return runner
-
-
 class _CountedModel:
     """The model, and how many of its forwards came to their end."""
 
@@ -392,37 +396,3 @@ class _CountedModel:
         logits = self._model(batch, backend)
         self.calls += 1
         return logits
-
-
-def fingerprint(settled: Settled) -> str:
-    """Equal on ranks that hold shares of one model and run it in one way."""
-    plan, config = settled.plan, settled.config
-    parts = (
-        plan.architecture,
-        plan.num_parameters,
-        str(settled.dtype),
-        str(settled.kv_dtype),
-        settled.packing,
-        plan.cache,
-        plan.kv_growth,
-        sorted({kind for form in settled.forms.values() for kind in form.types}),
-        str(config.isq),
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-
-
-def with_pool(plan: MemoryPlan, num_blocks: int, max_model_len: int, context: int) -> MemoryPlan:
-    """The plan with the pool and the context that all ranks have room for."""
-    if (num_blocks, max_model_len) == (plan.num_blocks, plan.max_model_len):
-        return plan
-    reason = plan.max_model_len_reason
-    if max_model_len < plan.max_model_len:
-        reason = f"limited by the KV cache of another rank (the model has {context})"
-    return attrs.evolve(
-        plan,
-        num_blocks=num_blocks,
-        kv_bytes=(num_blocks + 1) * plan.kv_growth * plan.kv_bytes_per_token,
-        kv_reason=f"{plan.kv_reason}; the least of all ranks",
-        max_model_len=max_model_len,
-        max_model_len_reason=reason,
-    )

@@ -27,14 +27,14 @@ from mistralrs_sdk.engine.rank_channel import Channel
 from mistralrs_sdk.engine.rank_meeting import Meeting, device_of, file_store, join
 from mistralrs_sdk.engine.rank_place import RankPlace
 from mistralrs_sdk.engine.rank_processes import RankTask, start_neighbours
-from mistralrs_sdk.engine.settle import Settled
-from mistralrs_sdk.engine.tensor_parallel import (
+from mistralrs_sdk.engine.rank_terms import (
     CLOSE_TIMEOUT_S,
     NOTICE_S,
     fingerprint,
     with_pool,
     without_recordings,
 )
+from mistralrs_sdk.engine.settle import Settled
 from mistralrs_sdk.errors import EngineClosedError, EngineDeadError, MistralRsError
 from mistralrs_sdk.loading.loader import open_checkpoint
 from mistralrs_sdk.plan import MemoryPlan
@@ -65,7 +65,6 @@ def serve(
     """The same with a connection to rank 0."""
     follower = Follower(place, channel)
     try:
-        channel.send(rank=place.rank, version=__version__)
         follower.join(config, store)
         engine, _ = build_engine(open_checkpoint(source, progress=False), config, link=follower)
         runner = cast(ModelRunner, engine.runner)
@@ -82,7 +81,7 @@ def serve(
             ) from error
         kind = "" if isinstance(error, MistralRsError) else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):
-            channel.send(failed=f"{kind}{error}")
+            channel.send(rank=place.rank, failed=f"{kind}{error}")
         raise
     finally:
         follower.close()
@@ -109,8 +108,9 @@ class Follower:
         self._gone = threading.Event()
 
     def join(self, config: EngineConfig, store: Any) -> None:
-        """Join the group with the others."""
+        """Come to rank 0, and join the group with the others."""
         self.device = device_of(config.device, self._place)
+        self._channel.send(rank=self._place.rank, version=__version__, device=self.device.type)
         terms = self._hear()
         self.parallel = join(
             self._place,

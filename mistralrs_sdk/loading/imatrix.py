@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
 from mistralrs_sdk.loading.checkpoint import Checkpoint
-from mistralrs_sdk.loading.gguf import GgufFile, GgufTensor, read_gguf
 from mistralrs_sdk.loading.gguf_config import gguf_matrix_name
+from mistralrs_sdk.loading.gguf_file import GgufFile, GgufTensor, read_gguf
 from mistralrs_sdk.quant.ggml import ggml_type_name
 
 

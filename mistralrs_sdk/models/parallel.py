@@ -58,11 +58,9 @@ def share_of(config: ModelConfig, parallel: TensorParallel) -> Share:
     rank, size = parallel.rank, parallel.size
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
-        raise _indivisible(size, f"the model has {heads} attention heads", heads)
+        raise _indivisible(config, size, f"{heads} attention heads")
     if kv_heads % size and size % kv_heads:
-        raise _indivisible(
-            size, f"the model has {kv_heads} heads of keys and values", heads, kv_heads
-        )
+        raise _indivisible(config, size, f"{kv_heads} heads of keys and values")
     per_rank = -(-config.vocab_size // size)
     if per_rank * (size - 1) >= config.vocab_size or config.intermediate_size < size:
         raise ConfigError(
@@ -167,13 +165,14 @@ def _row_parallel(layer: nn.Module, bias: bool, parallel: TensorParallel) -> Row
     return RowParallelLinear(*sizes, bias=bias, parallel=parallel)  # type: ignore[arg-type]
 
 
-def _indivisible(size: int, what: str, heads: int, kv_heads: int | None = None) -> ConfigError:
-    def fits(count: int) -> bool:
-        return heads % count == 0 and (
-            kv_heads is None or kv_heads % count == 0 or count % kv_heads == 0
-        )
-
-    possible = ", ".join(str(count) for count in range(1, heads + 1) if fits(count))
+def _indivisible(config: ModelConfig, size: int, what: str) -> ConfigError:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    possible = ", ".join(
+        str(count)
+        for count in range(1, heads + 1)
+        if heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+    )
     return ConfigError(
-        f"tensor_parallel ({size}) does not divide it: {what}; possible are {possible}"
+        f"tensor_parallel ({size}) does not divide it: the model has {what}; "
+        f"possible are {possible}"
     )

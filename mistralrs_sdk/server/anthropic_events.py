@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from mistralrs_sdk import ChatCompletionChunkResponse, ToolCallResponse, Usage
 from mistralrs_sdk.server.errors import HttpError
-from mistralrs_sdk.server.translation import Event, new_id
+from mistralrs_sdk.server.translation import Event, call_arguments, new_id
 
 _Kind = Literal["text", "thinking", "tool_use"]
 
@@ -136,12 +135,15 @@ class MessageAnswer:
         return events
 
     def _close(self) -> list[Event]:
-        """End the block that is open, and keep it."""
+        """End the block that is open, and keep it unless it is a call whose arguments are none."""
         if self._kind is None:
             return []
         full = "".join(self._texts)
         if self._kind == "tool_use" and self._call is not None:
-            block = _call_block(self._call, json.loads(full))
+            arguments = call_arguments(full)
+            if arguments is None:  # it will be withdrawn
+                return [self._end_block()]
+            block = _call_block(self._call, arguments)
             self._call_blocks[self._call.index] = block
         else:
             block = _block(self._kind, full)
@@ -161,7 +163,7 @@ class MessageAnswer:
         return {"type": type, "index": self._num_blocks, **fields}
 
 
-def _call_block(call: ToolCallResponse, arguments: Any) -> dict[str, Any]:
+def _call_block(call: ToolCallResponse, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.function.name, "input": arguments}
 
 

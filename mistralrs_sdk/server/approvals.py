@@ -36,7 +36,8 @@ class WaitingCalls:
     def __init__(self, *, seconds: float = APPROVAL_SECONDS) -> None:
         if not seconds > 0:
             raise ConfigError(f"seconds ({seconds!r}) must be above 0: a call must wait somehow")
-        self._seconds = seconds
+        self.seconds = seconds
+        """How long each waits."""
         self._waiting: dict[str, asyncio.Future[AgentToolApprovalDecision]] = {}
 
     def __len__(self) -> int:
@@ -47,12 +48,12 @@ class WaitingCalls:
         future = asyncio.get_running_loop().create_future()
         self._waiting[approval.approval_id] = future
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self.seconds):
                 return await future
         except TimeoutError:
             return AgentToolApprovalDecision.deny(
                 f"the call of {approval.tool.label} was denied: nobody decided about it within "
-                f"{self._seconds:g} s"
+                f"{self.seconds:g} s"
             )
         finally:
             self._waiting.pop(approval.approval_id, None)
@@ -111,7 +112,7 @@ def routes(waiting: WaitingCalls) -> list[Route]:
             raise HttpError(
                 404,
                 f"no call waits for the approval {approval_id!r:.80} (any more): it was decided "
-                f"about, its client has left, or {APPROVAL_SECONDS:g} s have passed",
+                f"about, its client has left, or {waiting.seconds:g} s have passed",
                 code="approval_not_found",
                 param="approval_id",
             )

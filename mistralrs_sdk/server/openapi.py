@@ -24,7 +24,7 @@ _WHAT = {
     429: "Too many requests wait; Retry-After says when to try again",
     500: "The request failed while it ran",
     503: "The engine is dead, or the model cannot be loaded",
-    504: "The deadline of the request passed",
+    504: "The request's deadline passed, or doctor or tune took too long",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from mistralrs_sdk import (
     Usage,
 )
 from mistralrs_sdk.server.errors import as_http_error
-from mistralrs_sdk.server.translation import Event, new_id
+from mistralrs_sdk.server.translation import Event, call_arguments, new_id
 
 _Kind = Literal["message", "reasoning", "function_call"]
 
@@ -169,9 +168,8 @@ class ResponseAnswer:
     def _close_call(self, arguments: str) -> list[Event]:
         call = self._call
         assert call is not None, "a call is open"
-        if not _is_whole(arguments):  # left in the middle: nobody should execute it
-            self._end_item()
-            return []
+        if call_arguments(arguments) is None:  # left in the middle, or none: not to be executed
+            return [self._drop_call(call)]
         done = self._call_item(call, "completed", arguments)
         whole = {"name": call.function.name, "arguments": arguments}
         events = [
@@ -198,14 +196,19 @@ class ResponseAnswer:
         events: list[Event] = []
         call = self._call
         if self._kind == "function_call" and call is not None and call.index in indices:
-            item = self._call_item(call, "incomplete", "".join(self._texts))
-            events.append(self._event("response.output_item.done", item=item))
-            self._end_item()
+            events.append(self._drop_call(call))
         for index in indices:
             item = self._call_items.pop(index, None)
             if item is not None:
                 self.response["output"].remove(item)
         return events
+
+    def _drop_call(self, call: ToolCallResponse) -> Event:
+        """End the item of a call that is open, without keeping it."""
+        item = self._call_item(call, "incomplete", "".join(self._texts))
+        event = self._event("response.output_item.done", item=item)
+        self._end_item()
+        return event
 
     def _end_item(self) -> None:
         self._kind, self._texts, self._logprobs = None, [], []
@@ -235,14 +238,6 @@ class ResponseAnswer:
     def _next_number(self) -> int:
         self._number += 1
         return self._number - 1
-
-
-def _is_whole(arguments: str) -> bool:
-    try:
-        json.loads(arguments)
-    except ValueError:
-        return False
-    return True
 
 
 def _part(kind: _Kind, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

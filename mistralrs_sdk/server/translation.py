@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
@@ -147,6 +148,15 @@ def joined_text(param: str, content: Any, *, kinds: Mapping[str, str]) -> str:
             )
         texts.append(text(f"{where}.{kinds[kind]}", part.get(kinds[kind])))
     return "".join(texts)
+
+
+def call_arguments(words: str) -> dict[str, Any] | None:
+    """Return the arguments of a call whose text this is; None: it is no whole JSON object."""
+    try:
+        found = json.loads(words)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 async def count_tokens(model: Model, words: str, *, model_id: str | None) -> int:

@@ -10,6 +10,7 @@ import attrs
 
 from mistralrs_sdk.answers.leaving import ClosedOnLeaving
 from mistralrs_sdk.answers.stream import ChatStream
+from mistralrs_sdk.chat.execution_options import ExecutionOptions
 from mistralrs_sdk.chat.messages import TextMessageRole, text_message
 from mistralrs_sdk.chat.requests import RequestBuilder, RequestLike, as_request
 from mistralrs_sdk.chat.responses import Choice
@@ -175,7 +176,8 @@ class Agent:
         round: int,
         deadline: float | None,
     ) -> RunningCalls:
-        asked = attrs.evolve(asked, left_to_caller=frozenset())  # here is the caller
+        # here is the caller, and code is run where the model answers
+        asked = attrs.evolve(asked, left_to_caller=frozenset(), execution=ExecutionOptions())
         found = [(call, self._toolbox.find(call.function.name, asked)) for call in calls]
         return RunningCalls(
             [(call, executor) for call, executor in found if executor is not None],

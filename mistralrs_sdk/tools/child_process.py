@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +31,7 @@ SYSTEM_WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/uran
 _PIPE_BYTES = 2**16
 _ROOT = Path(__file__).parents[2]
 _KEEPER = (
-    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
+    f"import sys; sys.path.append({str(_ROOT)!r}); "
     "from mistralrs_sdk.tools.keeper import {0}; {0}()"
 )
 
@@ -176,8 +176,8 @@ class ChildProcess:
 
 
 @functools.cache
-def unconfined(network: NetworkMode) -> tuple[str, ...]:
-    """What this machine cannot confine as asked, each with the reason; asks by trying, once."""
+def unconfined(network: NetworkMode) -> Mapping[str, str]:
+    """What this machine cannot confine as asked, and the reasons; asks by trying, once."""
     command = [sys.executable, "-I", "-S", "-c", _KEEPER.format("probe")]
     tried = subprocess.run(command, capture_output=True, check=False, timeout=60)
     try:
@@ -186,7 +186,7 @@ def unconfined(network: NetworkMode) -> tuple[str, ...]:
         gaps = {"files": tried.stderr.decode(errors="replace").strip()[-200:]}
     if network is NetworkMode.FULL:
         gaps.pop("network", None)
-    return tuple(f"{name} ({reason})" for name, reason in gaps.items())
+    return gaps
 
 
 # Inside
@@ -196,15 +196,15 @@ def _bounds(
     policy: SandboxPolicy | None, directory: Path, also_read: Sequence[str]
 ) -> dict[str, object]:
     limits = policy or SandboxPolicy(network=NetworkMode.FULL)
-    gaps = "".join(unconfined(limits.network)) if policy is not None else ""
-    confines = policy is not None and "files (" not in gaps
+    gaps = {} if policy is None else unconfined(limits.network)
+    confines = policy is not None and "files" not in gaps
     return {
         "max_memory_mb": limits.max_memory_mb,
         "max_cpu_secs": limits.max_cpu_secs,
         "max_procs": limits.max_procs,
         "max_open_fds": limits.max_open_fds,
         "max_file_sz_mb": limits.max_file_sz_mb,
-        "network": "full" if "network (" in gaps else limits.network.value,
+        "network": "full" if "network" in gaps else limits.network.value,
         "read": [*SYSTEM_READ, *also_read, *limits.extra_fs_read] if confines else None,
         "write": [*SYSTEM_WRITE, str(directory), *limits.extra_fs_write],
         "environment": _environment(directory, limits.extra_env),

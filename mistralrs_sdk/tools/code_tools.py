@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import attrs
 
@@ -25,21 +25,29 @@ EXECUTE_PYTHON = "mistralrs_execute_python"
 RESET_PYTHON = "mistralrs_reset_python_session"
 EXECUTE_SHELL = "mistralrs_execute_shell"
 
+_Config = TypeVar("_Config", CodeExecutionConfig, ShellConfig)
+
 
 @attrs.frozen
-class PythonTool:
-    """Runs code in the conversation's session of Python."""
+class _BuiltIn(Generic[_Config]):
+    """What the tools have in common."""
 
     source: ClassVar[ToolSource] = "built_in"
-    kind: ClassVar[ToolKind] = "code_execution"
 
-    config: CodeExecutionConfig
+    config: _Config
     workspaces: Workspaces
 
     @property
     def guard(self) -> ToolGuard:
         """What the builder said about asking."""
         return ToolGuard(self.config.permission, self.config.approval_callback)
+
+
+@attrs.frozen
+class PythonTool(_BuiltIn[CodeExecutionConfig]):
+    """Runs code in the conversation's session of Python."""
+
+    kind: ClassVar[ToolKind] = "code_execution"
 
     def offered(self) -> Tool:
         """The tool as the model sees it."""
@@ -65,19 +73,10 @@ class PythonTool:
 
 
 @attrs.frozen
-class ResetTool:
+class ResetTool(_BuiltIn[CodeExecutionConfig]):
     """Ends the conversation's session of Python, so that the next call starts with nothing."""
 
-    source: ClassVar[ToolSource] = "built_in"
     kind: ClassVar[ToolKind] = "code_execution"
-
-    config: CodeExecutionConfig
-    workspaces: Workspaces
-
-    @property
-    def guard(self) -> ToolGuard:
-        """What the builder said about asking."""
-        return ToolGuard(self.config.permission, self.config.approval_callback)
 
     def offered(self) -> Tool:
         """The tool as the model sees it."""
@@ -92,20 +91,12 @@ class ResetTool:
 
 
 @attrs.frozen
-class ShellTool:
+class ShellTool(_BuiltIn[ShellConfig]):
     """Runs commands in the conversation's folder."""
 
-    source: ClassVar[ToolSource] = "built_in"
     kind: ClassVar[ToolKind] = "shell"
 
-    config: ShellConfig
-    workspaces: Workspaces
     skills: tuple[ShellSkillMount, ...] = ()
-
-    @property
-    def guard(self) -> ToolGuard:
-        """What the builder said about asking."""
-        return ToolGuard(self.config.permission, self.config.approval_callback)
 
     def offered(self) -> Tool:
         """The tool as the model sees it, with the skills of the request."""
@@ -180,16 +171,17 @@ def what_it_means(configs: Iterable[tuple[str, ExecutionConfig]]) -> list[str]:
                 "limited. Give it a sandbox_policy, or a machine of its own"
             )
             continue
-        gaps = unconfined(policy.network)
+        found = unconfined(policy.network).items()
+        gaps = ", ".join(f"{name} ({reason})" for name, reason in found)
         if gaps and policy.strict:
             raise ConfigError(
-                f"{name}: this machine cannot confine {', '.join(gaps)}, and the sandbox_policy is "
+                f"{name}: this machine cannot confine {gaps}, and the sandbox_policy is "
                 "strict: change the machine, or say strict=False to do without"
             )
         if gaps:
             warnings.append(
                 f"{name} lets the model run what it writes, and this machine cannot confine "
-                f"{', '.join(gaps)}: there it has your rights"
+                f"{gaps}: there it has your rights"
             )
         elif policy.network is NetworkMode.FULL:
             warnings.append(

@@ -24,6 +24,7 @@ _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1 << 0, 1 << 1
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 _NO_NEW_PRIVILEGES = 38
+_CAPABILITIES_VERSION = 0x20080522
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,9 +58,10 @@ def leave_network(*, loopback: bool) -> None:
 
 
 def restrict_files(read: Iterable[str], write: Iterable[str]) -> None:
-    """Leave this process only these files and folders, and signals to its own kind.
+    """Leave this process only these files and folders, signals to its own kind, and no capability.
 
-    What does not exist is passed over.
+    What does not exist is passed over. Root could else make a device in its folder and write there
+    what it may not write elsewhere, or raise its limits.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -83,6 +85,8 @@ def restrict_files(read: Iterable[str], write: Iterable[str]) -> None:
                 _allow(ruleset, path, rights & everything)
         _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
         _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock")
+        header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)  # 0: this process
+        _check(_libc.capset(header, bytes(24)), "capset")
     finally:
         os.close(ruleset)
 

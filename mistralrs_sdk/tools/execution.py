@@ -34,13 +34,18 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+def _as_unicode(text: str) -> str:
+    """Without halves of surrogate pairs, which no prompt can hold."""
+    return text.encode(errors="replace").decode()
+
+
 @attrs.frozen
 class ToolOutcome:
     """A call with its result, or the reason why there is none."""
 
     call: ToolCallResponse
-    result: str
-    error: str | None = None
+    result: str = attrs.field(converter=_as_unicode)
+    error: str | None = attrs.field(default=None, converter=attrs.converters.optional(_as_unicode))
 
     @property
     def content(self) -> str:

@@ -72,6 +72,11 @@ def _variables(instance: Any, field: Any, value: tuple[Any, ...]) -> None:
             raise ConfigError(f"extra_env ({each!r}) must be NAME or NAME=value")
 
 
+def _without_values(variables: tuple[str, ...]) -> str:
+    split = (each.partition("=") for each in variables)
+    return repr(tuple(name + ("=..." if given else "") for name, given, _ in split))
+
+
 def _directory(value: Any) -> Path | None:
     return None if value is None else Path(os.path.abspath(value))
 
@@ -114,8 +119,13 @@ class SandboxPolicy:
     """Files and folders that may be read, too."""
     extra_fs_write: tuple[str, ...] = attrs.field(default=(), converter=_paths)
     """Files and folders that may be read and changed, too."""
-    extra_env: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_variables)
-    """Variables beside the few there are: NAME lets this process' value through, or NAME=value."""
+    extra_env: tuple[str, ...] = attrs.field(
+        default=(), converter=_names, validator=_variables, repr=_without_values
+    )
+    """Variables beside the few there are: NAME lets this process' value through, or NAME=value.
+
+    Values are never shown.
+    """
     strict: bool = False
     """Fail `build()` where the kernel cannot confine as asked, instead of warning."""
     session_workdir: Any = unsupported()
@@ -134,17 +144,9 @@ def _program(name: str, value: str) -> str:
 
 
 @attrs.frozen(kw_only=True)
-class CodeExecutionConfig:
-    """How Python of the model is run: `ModelBuilder(...).with_code_execution(this)`.
+class _WhereAndWhether:
+    """What both configs say."""
 
-    Raises:
-        ConfigError: there is no such program or folder, or a value is out of range.
-    """
-
-    python_path: str | None = None
-    """The interpreter; None: the one that runs this."""
-    timeout_secs: float = attrs.field(default=60, validator=_seconds)
-    """Seconds for each call; one that takes longer ends the process, and its variables are gone."""
     working_directory: Path | None = attrs.field(
         default=None, converter=_directory, validator=_is_directory
     )
@@ -156,6 +158,20 @@ class CodeExecutionConfig:
     approval_callback: ApprovalCallback | None = attrs.field(default=None, validator=_callable)
     """Who is asked where the request names nobody."""
 
+
+@attrs.frozen(kw_only=True)
+class CodeExecutionConfig(_WhereAndWhether):
+    """How Python of the model is run: `ModelBuilder(...).with_code_execution(this)`.
+
+    Raises:
+        ConfigError: there is no such program or folder, or a value is out of range.
+    """
+
+    python_path: str | None = None
+    """The interpreter; None: the one that runs this."""
+    timeout_secs: float = attrs.field(default=60, validator=_seconds)
+    """Seconds for each call; one that takes longer ends the process, and its variables are gone."""
+
     def program(self) -> str:
         """The interpreter's path.
 
@@ -166,7 +182,7 @@ class CodeExecutionConfig:
 
 
 @attrs.frozen(kw_only=True)
-class ShellConfig:
+class ShellConfig(_WhereAndWhether):
     """How commands of the model are run: `ModelBuilder(...).with_shell_execution(this)`.
 
     Raises:
@@ -177,16 +193,6 @@ class ShellConfig:
     """Gets each command after `-c`."""
     timeout_secs: float = attrs.field(default=600, validator=_seconds)
     """Seconds for each command."""
-    working_directory: Path | None = attrs.field(
-        default=None, converter=_directory, validator=_is_directory
-    )
-    """A folder of yours for all sessions, which stays; None: one for each, which is removed."""
-    sandbox_policy: SandboxPolicy | None = attrs.field(default=None, validator=_policy)
-    """None: its default limits, but with all your rights to files and the network."""
-    permission: AgentPermission = attrs.field(default=AgentPermission.AUTO, converter=_permission)
-    """Whether commands run at once, after asking, or not; a request may be stricter only."""
-    approval_callback: ApprovalCallback | None = attrs.field(default=None, validator=_callable)
-    """Who is asked where the request names nobody."""
 
     def program(self) -> str:
         """The shell's path.

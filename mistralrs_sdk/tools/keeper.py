@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from mistralrs_sdk.tools.confinement import leave_network, restrict_files
+from mistralrs_sdk.tools.confinement import landlock_version, leave_network, restrict_files
 
 CANNOT_START = 126
 """The exit code if the program did not start; the reason is on its standard error."""
@@ -54,6 +54,11 @@ def probe() -> None:
         leave_network(loopback=True)
     with _noting(gaps, "files"):
         restrict_files(["/"], ["/"])
+        version = landlock_version()
+        if version < 3:
+            gaps["truncating"] = f"Landlock {version} lets other files be cut, 3 does not"
+        if version < 6:
+            gaps["signals"] = f"Landlock {version} lets them pass, 6 does not"
     print(json.dumps(gaps))
 
 
@@ -90,7 +95,7 @@ def _become(order: dict[str, Any], keeper: int) -> None:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # Python ignores them, and it is inherited
         os.execve(order["command"][0], order["command"], order["environment"])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter: its text holds a zero byte, or is none
         print(f"cannot run {order['command'][0]}: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(CANNOT_START)
@@ -173,8 +178,8 @@ def _children(pid: int) -> list[int]:
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
                 found += map(int, file.read().split())
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # it has ended meanwhile
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        pass  # it has ended meanwhile, or has another owner and /proc hides it
     return found
 
 

@@ -196,13 +196,13 @@ class _Connection:
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call a tool, over a new connection if the old one is lost; at most one is opened."""
         reopened = self._client is None
-        client = self._client or await self._reopen()
+        client, ended = self._client or await self._reopen(), self._ended  # a later one has its own
         try:
             return await client.call_tool(name, arguments)
         except Exception as error:
-            if not (_shows_loss(error) or self._ended.is_set()):
+            if not (_shows_loss(error) or ended.is_set()):
                 raise ToolError(f"MCP server {self.server.name!r}: {_reason(error)}") from error
-            self._ended.set()
+            ended.set()
             if self._client is client:
                 self._client = None
             refused = _is_unknown_session(error)  # then nothing was executed

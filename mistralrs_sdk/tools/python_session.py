@@ -29,7 +29,7 @@ class PythonSession:
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[dict[str, str] | None] | None = None
         self._received = bytearray()
-        self._closed = False
+        self._lost = self._closed = False
         os.set_blocking(requests_fd, False)
         os.set_blocking(answers_fd, False)
         self._loop.add_reader(answers_fd, self._receive)
@@ -57,7 +57,7 @@ class PythonSession:
     @property
     def is_usable(self) -> bool:
         """Whether it can take another call."""
-        return not self._closed and not self._process.has_ended
+        return not (self._lost or self._closed or self._process.has_ended)
 
     async def run(self, code: str, *, timeout: float) -> dict[str, str]:
         """Run code; returns what of stdout, stderr, result and exception there is.
@@ -125,6 +125,7 @@ class PythonSession:
             self._received = rest
             self._settle(_read_answer(line))
         elif not data or len(self._received) > _MAX_ANSWER:
+            self._lost = True  # maybe between two calls
             self._loop.remove_reader(self._answers_fd)
             self._settle(None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import logging
 import os
 import shutil
@@ -120,12 +120,7 @@ class Workspace:
             if self._folder is None:
                 self._folder = await anyio.to_thread.run_sync(_new_folder)
             for skill in skills:
-                place = self._folder / "skills" / skill.name
-                if not place.exists():
-                    copy = functools.partial(
-                        shutil.copytree, skill.source_path, place, symlinks=True
-                    )
-                    await anyio.to_thread.run_sync(copy)
+                await anyio.to_thread.run_sync(_copy_skill, skill, self._folder)
             return self._folder
 
     def _check_open(self) -> None:
@@ -162,7 +157,7 @@ class Workspaces:
             yield workspace
         finally:
             workspace.uses -= 1
-            if workspace.uses == 0:
+            if workspace.uses == 0 and self._open.get(key) is workspace:
                 loop = asyncio.get_running_loop()
                 workspace.expiry = loop.call_later(self._idle_seconds, self._end, key)
 
@@ -208,6 +203,34 @@ def _key(context: ToolCallContext) -> _Key:
 
 def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="mistralrs_sdk-")).resolve()
+
+
+def _copy_skill(skill: ShellSkillMount, folder: Path) -> None:
+    """Put a copy at `skills/<name>`, and nowhere else whatever links code has put there.
+
+    What is there already stays.
+
+    Raises:
+        ToolError: something is in the way.
+    """
+    if os.path.lexists(folder / "skills" / skill.name):
+        return
+    made = _new_folder()
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, made, ignore_errors=True)
+        copy = shutil.copytree(skill.source_path, made / skill.name, symlinks=True)
+        copy.chmod(0o700)  # a folder that may not be written to cannot be moved
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        try:
+            top = os.open(folder, flags)
+            undo.callback(os.close, top)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir("skills", 0o700, dir_fd=top)
+            skills = os.open("skills", flags, dir_fd=top)
+            undo.callback(os.close, skills)
+            os.rename(copy, skill.name, dst_dir_fd=skills)
+        except OSError as error:
+            raise ToolError(f"skills/{skill.name} cannot be put in place: {error}") from error
 
 
 def _remove(folder: Path) -> None:
