@@ -107,8 +107,9 @@ async def test_a_model_in_process_answers_to_the_length():
 
     assert target.ids == TokenIds(170, 342)
     assert (answer.prompt_tokens, answer.new_tokens) == (20, 12)
-    assert 2 <= len(answer.times) <= 12  # what a slow reader has not taken comes together
-    assert answer.sent < answer.times[0] < answer.times[-1]
+    assert 1 <= len(answer.times) <= 12  # what a slow reader has not taken comes together
+    assert sorted(answer.times) == list(answer.times)
+    assert answer.sent < answer.times[0]
     assert failed.error
     assert "max_len" in failed.error
 
@@ -140,7 +141,7 @@ def test_bench_of_loads_as_json(capsys):
         assert (load["requests"], load["failed"], load["output_tokens"]) == (6, 0, 30)
         assert load["prompt_tokens"] == 6 * 84
         assert load["cached_tokens"] >= 3 * 64
-        assert 0 < load["itl_ms"]["p50"] <= load["itl_ms"]["p95"] <= load["itl_ms"]["p99"]
+        assert 0 < load["ttft_ms"]["p50"] <= load["ttft_ms"]["p95"] <= load["ttft_ms"]["p99"]
 
 
 def test_bench_draws_a_plot(tmp_path, capsys):

@@ -137,12 +137,12 @@ async def test_leaving_while_queued_takes_no_place(model, stream):
 
 async def test_a_bystander_sees_nothing_of_those_who_leave(model):
     """A stream's text is the same alone and beside streams that are cut."""
-    asked = {**ENDLESS, "stream": True, "seed": 3, "max_tokens": 60}
+    asked = {**ENDLESS, "stream": True, "seed": 3, "max_tokens": 200}
     texts = []
     async with serving(model) as url:
         for cuts in (0, 5):
             bystander = await Visit.ask(url, CHAT, asked)
-            first = await bystander.events(2)
+            first = await bystander.events(1)
             for _ in range(cuts):
                 visit = await Visit.ask(url, CHAT, {**ENDLESS, "stream": True})
                 await visit.events(1)

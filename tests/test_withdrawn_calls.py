@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -77,13 +79,23 @@ def test_a_chunk_says_which_call_is_none():
     assert "withdrawn_tool_calls" not in chunks_of("Hm.")[0].to_dict()["choices"][0]
 
 
-async def test_left_in_the_middle_of_a_call_there_is_no_half_call(model):
+async def test_left_in_the_middle_of_a_call_there_is_no_half_call(model, monkeypatch):
     """What was collected of an answer that was left holds whole calls only."""
     asked = RequestBuilder().add_message("user", "When?").set_tools([NOW, LATER])
+    engine = await model.inner().thread.call(lambda engine: engine)
+    step, steps, left = engine.step, itertools.count(1), threading.Event()
+
+    def waiting() -> Any:
+        if next(steps) == len(CUT):  # the step of the last piece: it comes when the reader has left
+            left.wait()
+        return step()
+
+    monkeypatch.setattr(type(engine), "step", lambda self: waiting())
     async with await model.stream_chat_request(asked) as stream:
         async for chunk in stream:
             if chunk.choices[0].delta.tool_calls:
                 break
+    left.set()
     response = await stream.collect()
 
     assert response.choices[0].finish_reason == "canceled"
