@@ -423,7 +423,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for():
         step(scheduler)
     assert [s.cached_tokens for s in sequences] == [0, 96, 96, 96]
     assert scheduler.stats().computed_tokens < 100 + 3 * 4 + 5 * 4 + 4
-    assert scheduler._computing == {}
+    assert scheduler._blocks._computing == {}
 
 
 def test_only_sequences_that_may_share_count_as_lookups():

@@ -10,7 +10,7 @@ from operator import attrgetter
 import attrs
 
 from mistralrs_sdk.engine.block_pool import BlockPool
-from mistralrs_sdk.engine.prefix_cache import extend_block_hashes, identity_of, root_hash
+from mistralrs_sdk.engine.prefix_cache import identity_of, root_hash
 from mistralrs_sdk.engine.prompt_batch import (
     BatchRules,
     choose_decodes,
@@ -19,6 +19,7 @@ from mistralrs_sdk.engine.prompt_batch import (
 )
 from mistralrs_sdk.engine.request import FinishReason
 from mistralrs_sdk.engine.sequence import Sequence, Status
+from mistralrs_sdk.engine.sequence_blocks import SequenceBlocks
 from mistralrs_sdk.engine.waiting_queue import WaitingQueue
 
 MAX_FAILED_ADMISSIONS = 64
@@ -116,12 +117,11 @@ class Scheduler:
         self.pool = pool
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
+        self._blocks = SequenceBlocks(pool, prefix_caching=config.prefix_caching)
         self._forces = not config.rules.uniform_decodes
         """Whether a decode may compute more tokens than the others beside it."""
         self._identity = identity
         self._root = root_hash(**identity)
-        self._computing: dict[bytes, int] = {}
-        """The blocks that running prompts will leave in the prefix cache, and whose they are."""
         self._decode_steps_since_prefill = 0
         self._decode_cursor = 0
         self._next_prompt_id: int | None = None
@@ -129,8 +129,6 @@ class Scheduler:
         self._rejected: list[Sequence] = []
         self._num_preemptions = 0
         self._num_computed_tokens = 0
-        self._num_lookups = 0
-        self._num_hits = 0
 
     @property
     def has_work(self) -> bool:
@@ -183,7 +181,7 @@ class Scheduler:
                 continue
             self._num_computed_tokens += item.num_tokens
             sequence.num_computed_tokens += item.num_tokens
-            self._cache_full_blocks(sequence)
+            self._blocks.cache_full(sequence)
             if token is not None:
                 sequence.status = decode
                 sequence.append(token, max_model_len=limit)
@@ -211,8 +209,8 @@ class Scheduler:
             total_blocks=self.pool.num_usable,
             preemptions=self._num_preemptions,
             computed_tokens=self._num_computed_tokens,
-            prefix_lookups=self._num_lookups,
-            prefix_hits=self._num_hits,
+            prefix_lookups=self._blocks.num_lookups,
+            prefix_hits=self._blocks.num_hits,
         )
 
     def check(self) -> None:
@@ -281,7 +279,7 @@ class Scheduler:
             front = self.waiting.front
             if self.pool.blocks_for(len(front)) > self.pool.num_usable:
                 self._reject(front)
-            elif not self._is_being_computed(front) and self._place(front, candidates):
+            elif not self._blocks.is_being_computed(front) and self._place(front, candidates):
                 self._enter(front, candidates)
             else:
                 self._overtake(front, candidates)
@@ -299,13 +297,11 @@ class Scheduler:
         sequence.status = Status.PREFILL
         self.running.append(sequence)
         candidates.append(sequence)
-        if self._uses_prefixes(sequence):
-            for block_hash in self._prefix_hashes(sequence)[sequence.num_cached_blocks :]:
-                self._computing.setdefault(block_hash, sequence.id)
+        self._blocks.announce(sequence)
 
     def _place(self, front: Sequence, candidates: list[Sequence]) -> bool:
         """Give `front` blocks for all its tokens, or count the failure."""
-        if self._take_blocks(front):
+        if self._blocks.take(front, num_running=len(self.running)):
             return True
         front.failed_admissions += 1
         if front.failed_admissions <= MAX_FAILED_ADMISSIONS or not self.config.preempt_for_waiting:
@@ -316,7 +312,7 @@ class Scheduler:
             if victim in candidates:
                 candidates.remove(victim)
             self._preempt(victim)
-            if self._take_blocks(front):
+            if self._blocks.take(front, num_running=len(self.running)):
                 return True
         return False
 
@@ -327,7 +323,9 @@ class Scheduler:
         for sequence in list(islice(self.waiting, 1, 1 + OVERTAKE_WINDOW)):
             if not self._has_place(candidates):
                 return
-            if self._is_being_computed(sequence) or not self._take_blocks(sequence):
+            if self._blocks.is_being_computed(sequence):
+                continue
+            if not self._blocks.take(sequence, num_running=len(self.running)):
                 continue
             self._enter(sequence, candidates)
             front.times_overtaken += 1
@@ -338,59 +336,12 @@ class Scheduler:
         decode = Status.DECODE
         return len([s for s in self.running if s.status is decode])
 
-    def _is_being_computed(self, sequence: Sequence) -> bool:
-        """Whether a running prompt computes the next block that the sequence could share."""
-        if not self._computing or not self._uses_prefixes(sequence):
-            return False
-        hashes = self._prefix_hashes(sequence)
-        known = len(self.pool.find_prefix(hashes))
-        return known < len(hashes) and hashes[known] in self._computing
-
-    def _take_blocks(self, sequence: Sequence) -> bool:
-        """Give a sequence blocks for all its tokens, if everybody can then reach its next block."""
-        hits = self._find_prefix(sequence)
-        length = len(sequence)
-        needed = self.pool.blocks_for(length + 1 if self.running else length) - len(hits)
-        if needed + self.pool.count_free(hits) + len(self.running) > self.pool.num_free:
-            return False
-        needed = self.pool.blocks_for(length) - len(hits)
-        self.pool.share(hits)
-        sequence.blocks = hits + self.pool.allocate(needed)
-        sequence.num_computed_tokens = len(hits) * self.pool.block_size
-        sequence.num_cached_blocks = len(hits)
-        sequence.failed_admissions = 0
-        if sequence.cached_tokens is None:  # counted once in a sequence's life
-            sequence.cached_tokens = sequence.num_computed_tokens
-            self._num_lookups += self._uses_prefixes(sequence)
-            self._num_hits += bool(hits)
-        return True
-
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        if not self._uses_prefixes(sequence):
-            return []
-        hits = self.pool.find_prefix(self._prefix_hashes(sequence))
-        for first, last in reversed(sequence.request.unsplittable):
-            if first < len(hits) * self.pool.block_size < last:
-                hits = hits[: first // self.pool.block_size]
-        return hits
-
-    def _prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Hash the blocks a prefix may cover: not the last token, whose logits are needed."""
-        size = self.pool.block_size
-        return extend_block_hashes(
-            sequence, num_blocks=(len(sequence) - 1) // size, block_size=size
-        )
-
-    def _uses_prefixes(self, sequence: Sequence) -> bool:
-        request = sequence.request
-        return self.config.prefix_caching and request.use_prefix_cache and not request.raw_logits
-
     def _riders(self) -> list[Scheduled]:
         """Return the decodes that join a prefill pass; they leave it one token at least."""
         if not self.config.mixed_batches:
             return []
         decoders = choose_decodes(self._decoders(), rules=self.config.rules)
-        ready = [s for s in decoders if self._grow(s)]
+        ready = [s for s in decoders if self._blocks.grow(s)]
         return self._rotate(ready, limit=self.config.max_num_batched_tokens - 1)
 
     # Decode passes
@@ -400,7 +351,7 @@ class Scheduler:
         ready = []
         while remaining:
             sequence = remaining.popleft()
-            while not self._grow(sequence):
+            while not self._blocks.grow(sequence):
                 victim = remaining.pop() if remaining else self._younger_prompt(sequence)
                 self._preempt(victim)
                 if victim is sequence:
@@ -438,21 +389,11 @@ class Scheduler:
             scheduled.append(Scheduled(sequence, count))
         return scheduled
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Own a block for every token of the sequence."""
-        if len(sequence.tokens) <= len(sequence.blocks) * self.pool.block_size:
-            return True
-        missing = self.pool.blocks_for(len(sequence)) - len(sequence.blocks)
-        if missing > self.pool.num_free:
-            return False
-        sequence.blocks += self.pool.allocate(missing)
-        return True
-
     # Leaving
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue, to its place near the front."""
-        self._release(sequence)
+        self._blocks.release(sequence)
         self.running.remove(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed_tokens = 0
@@ -472,22 +413,5 @@ class Scheduler:
         self._rejected.append(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        self._release(sequence)
+        self._blocks.release(sequence)
         self.running.remove(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        for block_hash in sequence.block_hashes[sequence.num_cached_blocks :]:
-            if self._computing.get(block_hash) == sequence.id:
-                del self._computing[block_hash]
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-
-    def _cache_full_blocks(self, sequence: Sequence) -> None:
-        full = sequence.num_computed_tokens // self.pool.block_size
-        if full <= sequence.num_cached_blocks or not self._uses_prefixes(sequence):
-            return
-        hashes = extend_block_hashes(sequence, num_blocks=full, block_size=self.pool.block_size)
-        for i in range(sequence.num_cached_blocks, full):
-            self.pool.register(sequence.blocks[i], hashes[i])
-            self._computing.pop(hashes[i], None)
-        sequence.num_cached_blocks = full
