@@ -54,7 +54,7 @@ async def collect(stream: RequestStream) -> list[int]:
 
 async def idle(thread: EngineThread) -> None:
     """Wait until the engine has nothing left, and check that nothing is held."""
-    with anyio.fail_after(2):
+    with anyio.fail_after(10):
         while (stats := await thread.call(lambda e: e.scheduler.stats())).running + stats.waiting:
             await asyncio.sleep(0.002)
     assert stats.used_blocks == 0
@@ -92,7 +92,7 @@ async def test_a_reader_that_waits_is_woken_when_another_task_closes_the_stream(
     reader = asyncio.create_task(stream.take())
     await asyncio.sleep(0.01)
     stream.close()
-    assert await asyncio.wait_for(reader, 1) == []
+    assert await asyncio.wait_for(reader, 10) == []
     await thread.aclose()
 
 
@@ -104,7 +104,7 @@ async def test_a_stream_has_one_reader():
     await asyncio.sleep(0.01)
     with pytest.raises(RuntimeError, match="two tasks read one stream"):
         await stream.take()
-    assert len(await asyncio.wait_for(reader, 1)) == 1
+    assert len(await asyncio.wait_for(reader, 10)) == 1
     await thread.aclose()
 
 
@@ -176,7 +176,7 @@ async def test_an_error_while_building_reaches_the_caller():
     thread = EngineThread(broken)
     with pytest.raises(ValueError, match="no such model"):
         await thread.start()
-    with anyio.fail_after(1):
+    with anyio.fail_after(10):
         while thread.is_alive:
             await asyncio.sleep(0.001)
 
@@ -192,7 +192,7 @@ async def test_a_cancelled_build_leaves_no_thread():
     with anyio.move_on_after(0.01) as scope:
         await thread.start()
     assert scope.cancelled_caught
-    with anyio.fail_after(1):
+    with anyio.fail_after(10):
         while thread.is_alive:
             await asyncio.sleep(0.001)
 
@@ -264,7 +264,7 @@ def test_a_loop_that_closes_without_aclose_stops_the_engine():
         await holder[0].submit(make_request(5, max_tokens=10_000))
 
     asyncio.run(leave())
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while holder[0].is_alive and time.monotonic() < deadline:
         time.sleep(0.005)
     assert not holder[0].is_alive
