@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import date
 from pathlib import Path
@@ -42,6 +42,7 @@ STAGES = {
     "8B": 100,
     "1.7B": 80,
     "peer": 80,
+    "quantised": 100,
     "shapes": 140,
 }
 """In order, and the seconds each may take: whatever is slower is stopped and has failed."""
@@ -170,10 +171,7 @@ def run_stage(stage: str, results: Path, args: argparse.Namespace) -> None:
 
 
 def _stages(book: Any, work: Path, *, device: Any, tiny: bool, stage: str) -> None:
-    from mistralrs_sdk.engine.cuda_graphs import CudaGraphs
-
     size = "TINY" if tiny else "FULL"
-    cpu = device.type == "cpu"
     if stage == "machine":
         _part("machine").check_machine(book, device=device, tiny=tiny)
     elif stage in ("kernels", "shapes"):
@@ -182,13 +180,26 @@ def _stages(book: Any, work: Path, *, device: Any, tiny: bool, stage: str) -> No
             book,
             kernels.CASES if stage == "kernels" else kernels.MORE_CASES,
             device=device,
-            graphs=_part("stand_ins").make_graphs if cpu else lambda: CudaGraphs(device),
+            graphs=_graphs(device),
             tiny=tiny,
         )
     elif stage in ("exact", "graphs"):
         tokens = _part("tokens")
         check = tokens.check_exact if stage == "exact" else tokens.check_graphs
         asyncio.run(check(book, work, device=device, counts=getattr(tokens, size)))
+    elif stage == "quantised":
+        quantised, speed = _part("quantised"), _part("speed")
+        asyncio.run(
+            quantised.check_quantised(
+                book,
+                work,
+                device=device,
+                shape=_shape("SMALL", tiny),
+                loads=getattr(speed, size),
+                graphs=_graphs(device),
+                tiny=tiny,
+            )
+        )
     elif stage == "peer":
         peer = _part("peer")
         asyncio.run(
@@ -209,6 +220,13 @@ def _stages(book: Any, work: Path, *, device: Any, tiny: bool, stage: str) -> No
                 variants=small,
             )
         )
+
+
+def _graphs(device: Any) -> Callable[[], Any]:
+    """What makes graphs on that device."""
+    from mistralrs_sdk.engine.cuda_graphs import CudaGraphs
+
+    return _part("stand_ins").make_graphs if device.type == "cpu" else lambda: CudaGraphs(device)
 
 
 def _shape(name: str, tiny: bool) -> Any:

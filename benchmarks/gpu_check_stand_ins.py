@@ -1,7 +1,7 @@
 """What takes the place of a GPU when `gpu_check.py` runs on a CPU: so that it is itself tested.
 
-FlashInfer's wrappers, graphs and copies are those of the tests. Nothing that is found with them
-says anything about a GPU.
+FlashInfer's wrappers, int4 kernels, graphs and copies are those of the tests. Nothing that is found
+with them says anything about a GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 
 from mistralrs_sdk.attention import flashinfer
 from mistralrs_sdk.attention.select import Choice, GraphChoice
-from mistralrs_sdk.engine import build, model_runner, paged_attention
+from mistralrs_sdk.engine import build, model_runner, paged_attention, quantising
 from mistralrs_sdk.engine.cuda_graphs import GraphFactory, GraphRunner
 from mistralrs_sdk.engine.transfers import Transfers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from fake_device import FakeGraphs, FakeTransfers
 from flashinfer_reference import FlashInferReference
+from int4_reference import int4_kernels
 
 
 def make_graphs() -> GraphFactory:
@@ -35,6 +36,9 @@ def make_graphs() -> GraphFactory:
 def stand_ins() -> Iterator[None]:
     """Models that are built meanwhile take their decisions, and run, as on a GPU."""
     with (
+        int4_kernels(),
+        mock.patch.object(quantising, "has_device_kernels", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(flashinfer, "_flashinfer", FlashInferReference),
         mock.patch.object(flashinfer, "flashinfer_missing", return_value=None),
         mock.patch.object(paged_attention, "select_backend", _select_backend),

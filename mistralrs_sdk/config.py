@@ -428,7 +428,6 @@ class EngineConfig:
         self._refuse_beside(
             f"tensor_parallel ({self.tensor_parallel})",
             {
-                "cuda_graphs (True)": self.cuda_graphs is True,
                 'device ("mps")': self.device == "mps",
             },
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +21,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 _PATIENCE = timedelta(seconds=0.5)
 """How long a rank waits before it asks whether to wait on."""
+
+_ABORT_S = 1.0
+"""How long freed memory of NCCL is waited for."""
 
 
 class Group(Protocol):
@@ -146,7 +150,7 @@ class NcclGroup:
             self._library.ncclCommInitRank(ctypes.byref(self._comm), size, identity, rank),
         )
         # Its buffers on the GPU are freed with the group; the other ranks may have ended by then.
-        self._free = weakref.finalize(self, self._library.ncclCommAbort, self._comm)
+        self._free = weakref.finalize(self, _abort_nccl, self._library, self._comm)
         self._free.atexit = False
 
     def all_reduce(self, x: Tensor) -> None:
@@ -185,6 +189,17 @@ class NcclGroup:
 
     def _check(self, call: str, status: int) -> None:
         _check_nccl(self._library, call, status)
+
+
+def _abort_nccl(library: Any, comm: ctypes.c_void_p) -> None:
+    """Let the kernels of a communicator go, and free it.
+
+    NCCL then waits for the graphs that captured its calls to be dropped, which may be the next
+    thing that this thread does.
+    """
+    aborting = threading.Thread(target=library.ncclCommAbort, args=(comm,), daemon=True)
+    aborting.start()
+    aborting.join(_ABORT_S)
 
 
 def nccl_unique_id(library: Any = None) -> bytes:

@@ -84,12 +84,18 @@ TYPE_OF_BITS: Mapping[IsqBits, IsqType] = MappingProxyType(
         IsqBits.EIGHT: IsqType.Q8_0,
     }
 )
-"""What a number of bits means on a CPU and on CUDA."""
+"""What a number of bits means on a CPU and on CUDA, but for CUDA's 8: see `CUDA_BITS`."""
+
+CUDA_BITS = (IsqBits.FOUR, IsqBits.EIGHT)
+"""The numbers of bits that CUDA computes with; 8 is a form of its own there, with no type's name:
+int8 with a scale for each row."""
+
+CUDA_TYPES = (IsqType.Q4_0, IsqType.Q4_1, IsqType.Q4K, IsqType.HQQ4, IsqType.F8E4M3)
+"""The types that CUDA computes with."""
 
 _NEAREST = {
     IsqType.Q8_1: IsqType.Q8_0,
     IsqType.Q8K: IsqType.Q8_0,
-    IsqType.F8E4M3: IsqType.Q8_0,
     IsqType.F8Q8: IsqType.Q8_0,
     IsqType.AFQ8: IsqType.Q8_0,
     IsqType.AFQ6: IsqType.Q6K,
@@ -100,8 +106,12 @@ _NEAREST = {
 }
 """The types that are only known by name, and for each the nearest that is computed with."""
 
-RUNNABLE_TYPES = tuple(kind for kind in IsqType if kind not in _NEAREST)
-"""The types that weights can be quantised to."""
+RUNNABLE_TYPES = tuple(
+    kind for kind in IsqType if kind not in _NEAREST and kind is not IsqType.F8E4M3
+)
+"""The types that weights can be quantised to on a CPU."""
+
+_ALL_TYPES = (*RUNNABLE_TYPES, IsqType.F8E4M3)
 
 IMATRIX_TYPES = frozenset({IsqType.Q2K, IsqType.Q3K, IsqType.Q4K, IsqType.Q5K, IsqType.Q6K})
 """The types whose quantiser weighs errors by an importance matrix."""
@@ -112,13 +122,13 @@ def parse_isq(value: Any) -> Isq:
 
     Raises:
         ConfigError: it is neither.
-        UnsupportedError: it is a type that nothing here computes with; the nearest is named.
+        UnsupportedError: it is a type that no device computes with here; the nearest is named.
     """
     isq = _read(value)
     if isinstance(isq, IsqType) and isq in _NEAREST:
         raise UnsupportedError(
             f"isq ({isq.value}) is not supported: use {_NEAREST[isq].value}, the nearest of "
-            f"{', '.join(RUNNABLE_TYPES)}"
+            f"{', '.join(_ALL_TYPES)}"
         )
     return isq
 
@@ -136,5 +146,5 @@ def _read(value: Any) -> Isq:
             with contextlib.suppress(ValueError):
                 return kind(value)
     raise ConfigError(
-        f"isq ({value!r}) must be 2, 3, 4, 5, 6 or 8 bits, or one of {', '.join(RUNNABLE_TYPES)}"
+        f"isq ({value!r}) must be 2, 3, 4, 5, 6 or 8 bits, or one of {', '.join(_ALL_TYPES)}"
     )

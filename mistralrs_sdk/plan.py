@@ -14,6 +14,42 @@ _SHOWN_LENGTHS = (512, 2048, 8192)
 
 
 @attrs.frozen(kw_only=True)
+class DevicePlan:
+    """What one device holds of a model whose layers are on several; sizes are in bytes."""
+
+    device: str
+    layers: tuple[int, ...]
+    """Ascending."""
+    holds_rest: bool
+    """Whether what is in no layer is there: embedding, last norm and head."""
+    free_bytes: int
+    """Before anything is loaded."""
+    weight_bytes: int
+    activation_bytes: int
+    """Of a step, estimated or measured as in the whole plan."""
+    attention_bytes: int
+    """FlashInfer's workspace and wrappers; 0 where it does not attend."""
+    kv_bytes: int
+    """Its part of the pool."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them together."""
+        return self.weight_bytes + self.activation_bytes + self.attention_bytes + self.kv_bytes
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weight_bytes,
+            "step": self.activation_bytes,
+            "FlashInfer": self.attention_bytes,
+            "KV cache": self.kv_bytes,
+        }
+        sizes = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items() if size)
+        rest = " and what is in none" if self.holds_rest else ""
+        return f"{len(self.layers)} layers{rest}: {sizes}; {_mib(self.free_bytes)} free"
+
+
+@attrs.frozen(kw_only=True)
 class MemoryPlan:
     """Bytes a model, its computation and its KV cache take; `print(plan)` shows a table.
 
@@ -65,6 +101,8 @@ class MemoryPlan:
     With several, the numbers of bytes are of all of them together."""
     is_mapped: bool = False
     """Whether `build()` places the layers so; if not, they are all on `device`."""
+    devices: tuple[DevicePlan, ...] = ()
+    """Each device's part, if `build()` places the layers on several."""
 
     @property
     def block_size(self) -> int | None:
@@ -115,6 +153,8 @@ class MemoryPlan:
         yield "device", self.device, f"{_mib(self.free_bytes)} free"
         if self.device_map is not None and self.is_mapped:
             yield "layers", f"{len(self.device_map.placed)} runs", self._map()
+            for each in self.devices:
+                yield each.device, _mib(each.total_bytes), str(each)
         elif self.device_map is not None:
             yield "layers", "one device", f"{self.device} only; by size they would go {self._map()}"
         millions = f"{self.num_parameters / 1e6:.1f} M parameters, {self.weights}"

@@ -76,9 +76,6 @@ class LaunchingFake:
         self.unread.append(following)
         return following
 
-    def replay_counts(self) -> tuple[int, dict[str, int]]:
-        return self.log.count("ahead"), {"a prompt": self.log.count("launch")}
-
     def check(self) -> None:
         """Whatever is being written belongs to the sequence that it is written for."""
         for step in self.unread:

@@ -205,16 +205,10 @@ def test_no_graph_is_captured_past_the_memory_for_them():
     assert "MemoryError: the graphs take 0 MiB" in reason
 
 
-def test_the_graph_replayed_longest_ago_makes_room():
-    """One that was used in the meantime stays."""
-    rig = Rig.of(max_graphs=2)
-    rows = rig.rows(3, 4, 5)
-    for count in (1, 2, 1, 3):
-        rig.runner.run(decode(rows[:count]))
-
-    assert rig.runner.stats.captured == (1, 3)
-    assert rig.runner.run(decode(rows[:2])) is not None
-    assert rig.runner.stats.captured == (2, 3)
+def test_no_graph_has_to_make_room_for_another():
+    """At most 32 for any number that may run: one graph serves every length of sequences."""
+    assert len(buckets(2**20)) == 25
+    assert len(buckets(2**27)) == 32
 
 
 def test_only_decodes_without_adapters_are_replayed():
@@ -289,6 +283,43 @@ def test_a_failure_while_capturing_ahead_leaves_the_other_buckets():
 
     assert rig.runner.stats.captured == (1, 3, 4)
     assert list(rig.runner.stats.disabled) == [2]
+
+
+# Steps that other processes take part in
+
+
+@pytest.mark.parametrize("what", ["warm-up", "capture", "replay"])
+def test_a_failure_is_raised_where_others_take_part(what):
+    """They cannot be left to wait in a graph while this process goes on without."""
+    rig = Rig.of()
+    rig.runner.together = True
+    if what == "replay":
+        rig.runner.capture(2)
+        rig.graphs.fail_replay = raise_out_of_memory
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rig.runner.run(decode(rig.rows(3, 4)))
+        assert rig.runner.stats.replayed == 0
+        return
+    setattr(rig.graphs, f"fail_{what.replace('-', '_')}", raise_out_of_memory)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rig.runner.capture(2)
+
+
+def test_what_was_not_captured_by_all_runs_eagerly_on_all():
+    """Nothing is captured any more once that is finished, and the reason is counted."""
+    rig = Rig.of(max_num_seqs=4)
+    rows = rig.rows(3, 4, 5)
+    rig.runner.capture(1)
+    rig.runner.capture(2)
+
+    rig.runner.finish("no room")
+
+    assert rig.runner.run(decode(rows[:2])) is not None
+    assert rig.runner.run(decode(rows)) is None
+    assert rig.runner.stats.captured == (1, 2)
+    assert rig.runner.stats.disabled == {3: "no room", 4: "no room"}
+    assert rig.runner.stats.eager == {"no room": 1}
 
 
 def test_cleared_graphs_are_captured_anew():

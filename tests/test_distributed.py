@@ -160,6 +160,28 @@ def test_nccl_is_freed_with_its_group(nccl):
     assert [call for call in nccl.calls if call[0] == "abort"] == [("abort", 77)] * 2
 
 
+@pytest.mark.parametrize("how", ["dropped", "aborted"])
+def test_nccl_may_wait_for_graphs_that_this_thread_drops_next(nccl, monkeypatch, how):
+    """Its abort does not return while graphs hold its calls: whoever frees it goes on."""
+    dropped = threading.Event()
+    monkeypatch.setattr(distributed, "_ABORT_S", 0.01)
+    ended = threading.Event()
+
+    def abort(comm):
+        dropped.wait(20)
+        ended.set()
+
+    nccl.ncclCommAbort = abort
+    group = NcclGroup(bytes(128), rank=0, size=2, library=nccl)
+    if how == "aborted":
+        group.abort()
+    del group
+
+    assert not ended.is_set()
+    dropped.set()
+    assert ended.wait(20)
+
+
 def test_what_nccl_refuses_says_why(nccl):
     """The call, the library's own words, and how to see more."""
     group = NcclGroup(bytes(128), rank=0, size=2, library=nccl)

@@ -92,6 +92,17 @@ ON_THE_DEMO_MODEL = {
         rf"fast is loaded, careful is loaded; .* careful\nfast: {PARIS}\n"
         rf".*careful is unloaded; .* fast\ncareful: {PARIS}\nfast is loaded; .* fast"
     ),
+    "advanced/pydantic_ai_agent": (
+        r"Place\(country='France'.*\nuser-prompt: .*\ntool-call: .*Lima.*\n"
+        r"tool-return: 10\.1 million\ntext: .*10\.1 million.*\n\S.*\n\d+ tokens"
+    ),
+    "advanced/openai_agents_agent": (
+        r"Place\(country='France'.*\ntool_call_item: .*Lima.*\n"
+        r"tool_call_output_item: 10\.1 million\n.*\n.*10\.1 million.*\n\S.*\n\d+ tokens"
+    ),
+    "advanced/langchain_chat": (
+        rf"{PARIS}\n.*Tokyo.*\nPlace\(country='France'.*\n.*Lima.* 10\.1 million\n(.*\n)+\S"
+    ),
     "cookbook/agent": r"\[findings: .*main has no docstring.*\]\n(.*\n)+\d answers, text_response",
     "cookbook/structured": r"(Ticket\(customer='.*priority=<Priority\.\w+: .*\n){2}",
 }

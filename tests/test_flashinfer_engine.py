@@ -187,15 +187,17 @@ def test_graphs_can_be_off_alone():
 
 
 @pytest.mark.usefixtures("gpu")
-def test_ranks_that_hold_a_model_together_capture_nothing():
-    """FlashInfer attends on each of them, and why there are no graphs is said."""
+def test_ranks_that_hold_a_model_together_capture_if_they_are_asked_to():
+    """FlashInfer attends on each of them; why there are no graphs unasked is said."""
     config, backend, _, origins = choose(settings(tensor_parallel=2))
 
     assert (config.flashinfer, config.cuda_graphs) == (True, False)
     assert (backend, origins["cuda_graphs"]) == (
         "FlashInferBackend",
-        "2 ranks hold the model together",
+        "2 ranks hold the model together, and capture only if they are asked to",
     )
+    config, _, _, origins = choose(settings(tensor_parallel=2, cuda_graphs=True))
+    assert (config.cuda_graphs, origins["cuda_graphs"]) == (True, "user")
 
 
 @pytest.mark.usefixtures("gpu")

@@ -18,7 +18,7 @@ from mistralrs_sdk import (
     UnsupportedError,
 )
 from mistralrs_sdk.config import EngineConfig
-from mistralrs_sdk.engine import settle
+from mistralrs_sdk.engine import quantising
 from mistralrs_sdk.isq import IMATRIX_TYPES
 from mistralrs_sdk.kernels import native
 from mistralrs_sdk.loading.imatrix import importance_of
@@ -131,16 +131,15 @@ async def test_quantising_without_native_kernels_is_refused(monkeypatch, setting
             await verb()
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "mps"])
 @pytest.mark.parametrize("settings", [{"isq": "q8_0"}, {"isq": 4}, {"topology": True}])
-def test_quantising_for_another_device_than_a_cpu_is_refused(device, settings):
+def test_quantising_for_a_device_without_kernels_is_refused(settings):
     """Before native kernels are asked for; the error names setting, device and way out."""
     if "topology" in settings:
         settings = {"topology": Topology().with_range(range(2), LayerTopology(isq="q8_0"))}
-    config = EngineConfig(device=device, dtype="f32", **settings)
+    config = EngineConfig(device="mps", dtype="f32", **settings)
 
-    with pytest.raises(UnsupportedError, match=rf"{next(iter(settings))}: .*{device}.*force_cpu"):
-        settle._quantise_target(config, torch.device(device))
+    with pytest.raises(UnsupportedError, match=rf"{next(iter(settings))}: .*mps.*force_cpu"):
+        quantising.asked_target(config, torch.device("mps"))
 
 
 def test_a_topology_that_quantises_nothing_needs_no_kernels(monkeypatch):
@@ -148,9 +147,24 @@ def test_a_topology_that_quantises_nothing_needs_no_kernels(monkeypatch):
     monkeypatch.setattr(native, "available", lambda: False)
     topology = Topology().with_range(range(2), LayerTopology(device="cpu"))
 
-    target = settle._quantise_target(EngineConfig(dtype="bf16", topology=topology), CPU)
+    target = quantising.asked_target(EngineConfig(dtype="bf16", topology=topology), CPU)
 
     assert target("model.layers.0.mlp.up_proj", 64) is None
+
+
+@pytest.mark.parametrize("setting", ["isq", "topology"])
+async def test_a_type_of_gpus_is_refused_on_a_cpu(setting):
+    """The error names the nearest that a CPU computes with."""
+    builder = tiny_builder().with_dtype("auto")
+    if setting == "isq":
+        builder = builder.with_isq("f8e4m3")
+    else:
+        builder = builder.with_topology(Topology.from_str("0: {isq: f8e4m3}"))
+
+    match = rf"^{'' if setting == 'isq' else 'topology: '}isq \(f8e4m3\).*use q8_0"
+    for verb in (builder.plan, builder.build):
+        with pytest.raises(UnsupportedError, match=match):
+            await verb()
 
 
 @needs_native

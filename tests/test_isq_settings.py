@@ -20,10 +20,11 @@ from mistralrs_sdk import (
     Which,
     runner,
 )
-from mistralrs_sdk.isq import RUNNABLE_TYPES, TYPE_OF_BITS, parse_isq
+from mistralrs_sdk.isq import CUDA_TYPES, RUNNABLE_TYPES, TYPE_OF_BITS, parse_isq
 from mistralrs_sdk.quant.isq import (
     layer_of,
     refuse_unused,
+    resolve_cuda_type,
     resolve_type,
     target_type,
 )
@@ -31,7 +32,6 @@ from mistralrs_sdk.quant.isq import (
 NEAREST = {
     "Q8_1": "q8_0",
     "Q8K": "q8_0",
-    "fp8": "q8_0",
     "F8Q8": "q8_0",
     "AFQ8": "q8_0",
     "AFQ6": "q6k",
@@ -114,7 +114,7 @@ def test_types_that_are_not_computed_with_name_the_nearest(name):
 def test_every_type_is_computed_with_or_has_a_nearest_one():
     """No type is forgotten in either list."""
     assert {kind.value for kind in RUNNABLE_TYPES} == set(GGML)
-    assert {*RUNNABLE_TYPES, *map(IsqType, NEAREST)} == set(IsqType)
+    assert {*RUNNABLE_TYPES, *CUDA_TYPES, *map(IsqType, NEAREST)} == set(IsqType)
 
 
 def test_the_later_of_isq_and_auto_isq_holds():
@@ -255,8 +255,59 @@ def test_bits_are_k_types_and_q8_0():
 
 def test_resolving_a_type_that_is_not_computed_with_is_refused():
     """A type that came past the settings is not passed on."""
-    with pytest.raises(UnsupportedError, match="afq4"):
-        resolve_type(IsqType.AFQ4)
+    for resolve in (resolve_type, resolve_cuda_type):
+        with pytest.raises(UnsupportedError, match="afq4"):
+            resolve(IsqType.AFQ4)
+
+
+def test_float8_is_a_type_of_gpus():
+    """It is a setting, and refused where a CPU is to compute with it."""
+    assert EngineConfig(isq="fp8").isq is IsqType.F8E4M3
+    with pytest.raises(UnsupportedError, match=r"isq \(f8e4m3\).*on CUDA only: use q8_0"):
+        resolve_type(IsqType.F8E4M3)
+
+
+@pytest.mark.parametrize(
+    ("isq", "name"),
+    [
+        (4, "INT4/32 (Q4_K)"),
+        (8, "INT8"),
+        ("q4k", "INT4/32 (Q4_K)"),
+        ("q4_0", "INT4/32 (Q4_0)"),
+        ("q4_1", "INT4/32 (Q4_1)"),
+        ("hqq4", "INT4/32 (HQQ4)"),
+        ("f8e4m3", "F8E4M3"),
+    ],
+)
+def test_what_cuda_computes_with_has_forms_of_its_own(isq, name):
+    """Four bits keep their numbers; 8 is int8 by rows."""
+    assert resolve_cuda_type(parse_isq(isq)) == name
+
+
+@pytest.mark.parametrize(
+    ("isq", "nearest"),
+    [
+        *((2, 4), (3, 4), (5, 8), (6, 8), ("q2k", 4), ("q3k", 4)),
+        *(("q5_0", 8), ("q6k", 8), ("q8_0", 8), ("hqq8", 8)),
+    ],
+)
+def test_what_cuda_does_not_compute_with_names_the_nearest(isq, nearest):
+    """It is not quietly something else: fewer bits may be what makes it fit."""
+    match = rf"isq \({isq}\) is not computed with on CUDA: use {nearest}, the nearest of 4, 8, q4_0"
+    with pytest.raises(UnsupportedError, match=match):
+        resolve_cuda_type(parse_isq(isq))
+
+
+@pytest.mark.parametrize(("isq", "wide"), [(4, "INT8"), (8, "INT8"), ("f8e4m3", "F8E4M3")])
+def test_on_cuda_embedding_and_head_get_eight_bits(isq, wide):
+    """And a topology that names one gets what it says."""
+    topology = Topology().with_pattern("lm_head", LayerTopology(isq="q4_0"))
+    isq = parse_isq(isq)
+
+    for name in ("model.embed_tokens", "lm_head"):
+        assert target_type(name, None, isq=isq, topology=None, on_cuda=True) == wide
+    found = target_type("lm_head", None, isq=isq, topology=topology, on_cuda=True)
+    assert found == "INT4/32 (Q4_0)"
 
 
 @pytest.mark.parametrize("isq", [None, *RUNNABLE_TYPES, *IsqBits])

@@ -119,7 +119,7 @@ def test_tokens_are_those_of_steps_one_by_one(params):
     assert ahead.tokens(requests) == Rig.plain().tokens(requests)
     assert ahead.look_ahead is not None
     assert ahead.graphs is not None
-    assert ahead.look_ahead.counts.ahead > 5
+    assert ahead.look_ahead.num_ahead > 5
     assert ahead.graphs.stats.replayed > 5
     assert set(ahead.graphs.stats.eager) == {FIRST, NOT_DECODE}
 
@@ -144,7 +144,7 @@ def test_a_mix_has_the_tokens_of_steps_one_by_one(seed):
 
     assert ahead.tokens(requests) == Rig.plain(num_blocks=30, seqs=5).tokens(requests)
     assert ahead.look_ahead is not None
-    assert ahead.look_ahead.counts.ahead > 0 or seed % 2
+    assert ahead.look_ahead.num_ahead > 0 or seed % 2
 
 
 def test_each_step_waits_for_the_device_once():

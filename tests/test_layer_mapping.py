@@ -1,13 +1,14 @@
 """Layers on several devices: what can be asked for, where they go, and the same tokens.
 
-A CPU that is named several times stands for several devices: each run of layers has a cache and a
-backend of its own, and hidden states go from one to the next.
+"cpu" and "cpu:0" stand for two devices: to torch they differ, and what goes from one to the other
+is copied.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import types
 
 import attrs
 import pytest
@@ -27,17 +28,20 @@ from mistralrs_sdk import (
     UnsupportedError,
 )
 from mistralrs_sdk.attention.backend import Batch
+from mistralrs_sdk.attention.flashinfer import LEAST_WORKSPACE
 from mistralrs_sdk.attention.kv_cache import PagedKVCache
 from mistralrs_sdk.attention.mapped import MappedBackend, MappedPart
 from mistralrs_sdk.attention.sdpa import SdpaBackend
 from mistralrs_sdk.config import ModelSource
-from mistralrs_sdk.engine import settle
+from mistralrs_sdk.engine import layer_places, settle
+from mistralrs_sdk.engine.kept_memory import WRAPPER_BYTES
 from mistralrs_sdk.engine.layer_places import place_layers, refuse_crowded
 from mistralrs_sdk.engine.memory import plan_memory
 from mistralrs_sdk.engine.pool_size import GIB, MIB, DeviceMemory
 from mistralrs_sdk.loading.forms import choose_forms, total_bytes
 from mistralrs_sdk.loading.loader import load_model, open_checkpoint, prepare_model
 from mistralrs_sdk.models import decoder
+from tests.gpu_engine import gpu_engine
 from tests.model_helpers import (
     assert_idle,
     continue_ids,
@@ -50,6 +54,7 @@ from tests.model_helpers import (
 THREE_RUNS = "cpu:1;cpu:2;cpu:1"
 CUDA = [torch.device("cuda", index) for index in range(3)]
 CPU = torch.device("cpu")
+OTHER = torch.device("cpu", 0)
 
 # What can be asked for
 
@@ -267,6 +272,19 @@ def test_the_first_device_of_a_map_is_the_models(monkeypatch):
 # The model
 
 
+@pytest.fixture
+def other_device(monkeypatch):
+    """Every second run of a map is on another device."""
+    by_hand = layer_places._by_hand
+
+    def apart(*args, **more):
+        runs = by_hand(*args, **more)
+        return [(OTHER if i % 2 else device, run) for i, (device, run) in enumerate(runs)]
+
+    monkeypatch.setattr(layer_places, "_by_hand", apart)
+
+
+@pytest.mark.usefixtures("other_device")
 @pytest.mark.parametrize("name", ["llama", "mistral_swa", "qwen3", "gemma2", "gemma3"])
 async def test_layers_on_several_devices_say_what_hugging_face_says(name):
     """Greedy tokens of prompts in chunks, with a shared prefix, in a pool too small for all."""
@@ -277,13 +295,20 @@ async def test_layers_on_several_devices_say_what_hugging_face_says(name):
     async with await builder.build() as model:
         found = await asyncio.gather(*(continue_ids(model, ids, 12) for ids in prompts))
         shown = {line.split()[0]: line for line in model.describe().splitlines()}
+        parts = await model.inner().thread.call(lambda engine: engine.runner.backend.parts)
         await assert_idle(model)
 
     assert found == [expected(name, tuple(ids), 12) for ids in prompts]
     assert "MappedBackend" in shown["attention"]
-    assert "layers 1 to 2" in shown["device_mapping"]
+    assert "cpu:0: layers 1 to 2" in shown["device_mapping"]
+    last = range(3, 6 if name == "gemma3" else 4)  # what the map leaves over is on the CPU
+    assert [(part.device, part.layers) for part in parts] == [
+        (CPU, (0, 3)),
+        (OTHER, (1, 2, *last[1:])),
+    ]
 
 
+@pytest.mark.usefixtures("other_device")
 async def test_without_a_kv_cache_layers_can_be_mapped_too():
     """Each device attends to what the step brings."""
     plain = ModelBuilder(tiny_folder()).with_dtype("f32").with_num_threads(1).with_no_kv_cache()
@@ -310,6 +335,74 @@ async def test_a_mapped_plan_is_what_is_built():
     assert "cpu: layers 0 to 0, cpu: layers 1 to 2, cpu: layers 3 to 3" in str(plan)
 
 
+@pytest.mark.usefixtures("other_device")
+async def test_a_plan_shows_what_each_device_holds():
+    """Layers, weights, step and keys and values of each, which add up, and are what is built."""
+    builder = tiny_builder(kv_tokens=160).with_dtype("f16").with_device_mapping(THREE_RUNS)
+    plan = await builder.plan()
+
+    first, second = plan.devices
+    assert (first.device, first.layers, first.holds_rest) == ("cpu", (0, 3), True)
+    assert (second.device, second.layers, second.holds_rest) == ("cpu:0", (1, 2), False)
+    for name in ("weight_bytes", "activation_bytes", "attention_bytes", "kv_bytes", "free_bytes"):
+        assert getattr(first, name) + getattr(second, name) == getattr(plan, name)
+    assert first.kv_bytes == second.kv_bytes
+    assert 0 < second.activation_bytes < first.activation_bytes, "logits are on the first"
+    assert 0 < second.weight_bytes < first.weight_bytes
+    async with await builder.build() as model:
+        parts = await model.inner().thread.call(lambda engine: engine.runner.backend.parts)
+        caches = [part.backend._cache for part in parts]
+    held = [sum(store.nbytes for store in (*cache.k, *cache.v)) for cache in caches]
+    assert held == [first.kv_bytes, second.kv_bytes]
+    (line,) = [line for line in str(plan).splitlines() if line.startswith("cpu:0 ")]
+    for words in (f"{second.total_bytes / MIB:.1f} MiB", "2 layers: weights", "step", "KV cache"):
+        assert words in line
+    assert "2 layers and what is in none: weights" in str(plan)
+
+
+@pytest.mark.usefixtures("other_device")
+async def test_layers_that_one_device_holds_are_no_table_of_devices():
+    """There the plan is that of the device."""
+    assert (await tiny_builder(kv_tokens=160).plan()).devices == ()
+
+
+@pytest.mark.usefixtures("other_device")
+async def test_runs_of_one_device_share_flashinfers_workspace():
+    """Three runs on two devices have two, as they are planned, and say what Hugging Face says."""
+    with gpu_engine(graphs=False) as played:
+        async with await tiny_builder().with_device_mapping(THREE_RUNS).build() as model:
+            found = await continue_ids(model, prompt(20), 6)
+
+    assert found == expected("llama", tuple(prompt(20)), 6)
+    assert len({wrapper.workspace.data_ptr() for wrapper in played.reference.wrappers}) == 2
+
+
+def test_a_plan_counts_one_workspace_for_each_device(monkeypatch):
+    """However many runs of layers it has."""
+    properties = types.SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    config = on_gpu("0:1;1:2;0:1", flashinfer=True)
+    model, forms, place = tiny(config)
+    places = place({0: 2 * GIB, 1: 2 * GIB})
+    assert places is not None
+
+    plan = plan_memory(
+        model,
+        config,
+        name="tiny",
+        forms=forms,
+        dtype=torch.bfloat16,
+        memory=DeviceMemory(free=1, total=1, is_cpu=False),
+        shares=places.shares,
+    )
+
+    assert [each.attention_bytes for each in plan.devices] == [
+        LEAST_WORKSPACE + 2 * WRAPPER_BYTES
+    ] * 2
+    assert plan.attention_bytes == sum(each.attention_bytes for each in plan.devices)
+    assert "FlashInfer 1" in str(plan.devices[1])
+
+
 def mapped_model(runs):
     """A loaded model over a map, and its backend with 9 blocks of 8."""
     checkpoint = open_checkpoint(ModelSource(model_id=tiny_folder()))
@@ -317,7 +410,7 @@ def mapped_model(runs):
     model.model.runs = runs
     parts = []
     for device, layers in runs:
-        specs = model.specs[layers.start : layers.stop]
+        specs = [model.specs[layer] for layer in layers]
         cache = PagedKVCache(specs, num_blocks=9, block_size=8, dtype=torch.float32, device=device)
         parts.append(MappedPart(device=device, layers=layers, backend=SdpaBackend(cache)))
     return model, MappedBackend(parts)
@@ -378,6 +471,40 @@ def test_each_part_keeps_the_keys_of_its_own_layers():
     caches = [part.backend._cache for part in backend.parts]
     assert [len(cache.k) for cache in caches] == [1, 3]
     assert all(k[1].abs().sum() > 0 for cache in caches for k in cache.k)
+
+
+class Watched:
+    """A tensor's copies to devices."""
+
+    def __init__(self) -> None:
+        self.devices: list[torch.device] = []
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        watch = self.devices
+
+        class Tensor(torch.Tensor):
+            def to(self, device):
+                watch.append(device)
+                return super().to(device)
+
+        return tensor.as_subclass(Tensor)
+
+
+def test_attention_gets_no_tensor_on_another_device_but_the_slots():
+    """Once for each device, however many runs of layers it has."""
+    layers = {CPU: (0, 2), OTHER: (1, 3)}
+    _, backend = mapped_model(layers.items())
+    copies = {name: Watched() for name in ("input_ids", "positions", "slot_mapping")}
+    batch = batch_of(5)
+    watched = {name: copies[name].of(getattr(batch, name)) for name in copies}
+
+    backend.plan(attrs.evolve(batch, **watched))
+
+    assert {name: found.devices for name, found in copies.items()} == {
+        "input_ids": [],
+        "positions": [],
+        "slot_mapping": [CPU, OTHER],
+    }
 
 
 def test_a_mapped_model_is_not_captured():

@@ -84,7 +84,7 @@ def test_the_next_step_is_launched_before_a_token_is_read():
 
     assert rig.runner.log == ["launch", "read", "launch", "ahead", "read", "ahead", "read", "read"]
     assert tokens_of(outputs, request) == expected_tokens(request.prompt_ids, 4)
-    assert rig.look_ahead.counts.ahead == 2
+    assert rig.look_ahead.num_ahead == 2
 
 
 def test_who_is_at_its_limit_takes_no_part_in_the_next_step():
@@ -213,7 +213,7 @@ def test_without_a_free_block_nothing_is_launched_ahead():
             request.prompt_ids, request.max_tokens
         )
     assert rig.scheduler.stats().preemptions > 0
-    assert rig.look_ahead.counts.ahead > 0
+    assert rig.look_ahead.num_ahead > 0
 
 
 def test_a_row_that_the_host_draws_ends_the_look_ahead():
@@ -304,7 +304,7 @@ def test_a_token_that_is_drawn_again_costs_the_step_that_started_from_it():
 
     for request in requests:
         assert tokens_of(outputs, request) == expected_tokens(request.prompt_ids, 12)
-    assert rig.look_ahead.counts.ahead > 0
+    assert rig.look_ahead.num_ahead > 0
 
 
 def test_a_step_that_cannot_be_launched_ahead_is_run_in_its_turn(caplog):

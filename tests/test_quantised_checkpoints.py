@@ -272,8 +272,9 @@ def test_a_bias_that_only_the_quantiser_added_is_left(tmp_path, bias, config, ke
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (GPTQ, "safetensors (F16, I32; GPTQ, 4 bits in groups of 32, dequantised)"),
-        (GPTQ | {"group_size": -1}, "safetensors (F16, I32; GPTQ, 4 bits, dequantised)"),
+        (GPTQ, "GPTQ, 4 bits in groups of 32, dequantised unless CUDA keeps it"),
+        (GPTQ | {"group_size": -1}, "GPTQ, 4 bits, dequantised unless CUDA keeps it"),
+        (GPTQ | {"group_size": 16}, "GPTQ, 4 bits in groups of 16, dequantised"),
     ],
 )
 def test_format_names_the_quantisation(tmp_path, settings, words):
@@ -281,7 +282,7 @@ def test_format_names_the_quantisation(tmp_path, settings, words):
     size = settings["group_size"]
     parts = gptq_parts(random_numbers(SHAPE, bits=4, group_size=size), bits=4)
 
-    assert opened(tmp_path, settings, parts).format == words
+    assert opened(tmp_path, settings, parts).format == f"safetensors (F16, I32; {words})"
 
 
 def test_quantised_activations_are_said_not_to_be_done(tmp_path, caplog):
@@ -293,7 +294,8 @@ def test_quantised_activations_are_said_not_to_be_done(tmp_path, caplog):
         checkpoint = opened(tmp_path, FP8, parts)
 
     assert checkpoint.format == (
-        "safetensors (F32, F8_E4M3; FP8, dequantised, activations not quantised)"
+        "safetensors (F32, F8_E4M3; FP8, dequantised unless CUDA keeps it, "
+        "activations not quantised)"
     )
     assert [r.message for r in caplog.records if "only its weights are used" in r.message] == [
         caplog.records[0].message

@@ -14,10 +14,11 @@ from mistralrs_sdk import ConfigError, ModelLoadError
 from mistralrs_sdk._version import __version__
 from mistralrs_sdk.attention.backend import BatchLists
 from mistralrs_sdk.engine import tensor_parallel
+from mistralrs_sdk.engine.leading_runner import LeadingRunner
 from mistralrs_sdk.engine.rank_channel import Channel
 from mistralrs_sdk.engine.rank_place import RankPlace
 from mistralrs_sdk.engine.rank_terms import fingerprint, with_pool
-from mistralrs_sdk.engine.tensor_parallel import Leader, LeadingRunner, RankLost
+from mistralrs_sdk.engine.tensor_parallel import Leader, RankLost
 from mistralrs_sdk.plan import MemoryPlan
 
 PLACE = RankPlace(rank=0, size=2, local_rank=0, local_size=2, starts=range(1, 2))
@@ -62,7 +63,7 @@ def pair(monkeypatch):
 def settled(**changes):
     """What the ranks compare, as far as it is compared."""
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=800))
-    config = SimpleNamespace(isq=None)
+    config = SimpleNamespace(isq=None, max_num_seqs=1, cuda_graphs=False)
     return SimpleNamespace(
         **{
             "plan": PLAN,
@@ -158,6 +159,35 @@ def test_what_a_rank_could_not_do_is_passed_on(pair):
     other.send(failed="ModelLoadError: no such file")
     with pytest.raises(ModelLoadError, match=r"rank 1 of 2 could not load .*no such file"):
         leader._hear(1, "ready")
+
+
+@pytest.mark.parametrize("says", [None, "no such file"])
+def test_a_rank_that_ends_while_they_join_is_named(pair, monkeypatch, says):
+    """It may be gone before this one has reached it: what is wrong there is the error, not that."""
+    leader, other = pair
+
+    def fail(*args, **more):
+        if says is not None:
+            other.send(failed=says)
+            other.close()
+        raise ModelLoadError("rank 0 of 2 cannot join the others: connection reset")
+
+    monkeypatch.setattr(tensor_parallel, "join", fail)
+    monkeypatch.setattr(leader, "_start_all", lambda source, config: None)
+
+    words = "cannot join" if says is None else f"rank 1 of 2 could not load .{says}"
+    with pytest.raises(ModelLoadError, match=words):
+        leader.gather(None, None, cancelled=lambda: False)
+
+
+def test_a_rank_that_ends_before_it_is_told_anything_is_named(pair):
+    """What it said before it closed its connection is read first."""
+    leader, other = pair
+    other.send(failed="no such file")
+    other.close()
+
+    with pytest.raises(ModelLoadError, match=r"rank 1 of 2 could not load \(no such file\)"):
+        leader._tell(address="127.0.0.1")
 
 
 class Inner:

@@ -60,8 +60,8 @@ async def test_on_another_device_it_is_refused():
     """Nothing there computes with quantised weights."""
     async with await builder().build() as model:
         engine = await model.inner().thread.call(lambda engine: engine)
-        engine.runner.device = torch.device("cuda", 0)
-        await assert_refused(model, Q8, UnsupportedError, "cuda:0.*with_force_cpu")
+        engine.runner.device = torch.device("mps")
+        await assert_refused(model, Q8, UnsupportedError, "mps.*with_force_cpu")
         engine.runner.device = torch.device("cpu")
 
 

@@ -62,7 +62,7 @@ def test_code_and_commands_are_off_until_switched_on():
 def test_agent_flags_become_settings(tmp_path):
     """Each flag sets the setting of its name, the shared ones of both."""
     found = agent(
-        *("--enable-code-execution", "--enable-shell", "--agent-permission", "ask"),
+        *("--enable-code-execution", "--enable-shell"),
         *("--code-exec-python", sys.executable, "--code-exec-timeout", "5"),
         *("--code-exec-workdir", str(tmp_path), "--shell-path", "/bin/sh"),
         *("--shell-timeout", "7", "--shell-workdir", str(tmp_path), "--sandbox", "on"),
@@ -78,14 +78,12 @@ def test_agent_flags_become_settings(tmp_path):
         timeout_secs=5,
         working_directory=tmp_path,
         sandbox_policy=policy,
-        permission="ask",
     )
     assert found.shell == ShellConfig(
         shell_path="/bin/sh",
         timeout_secs=7,
         working_directory=tmp_path,
         sandbox_policy=policy,
-        permission="ask",
     )
 
 
@@ -128,10 +126,6 @@ def test_models_that_embed_run_nothing(tmp_path):
         (("--agent", "--sb-max-procs", "0"), r"--sandbox: max_procs \(0\)"),
         (("--agent", "--shell-timeout", "0"), r"--shell-\*: timeout_secs \(0.0\)"),
         (("--agent", "--shell-path", "/no/sh"), "no program"),
-        (
-            ("--agent", "--agent-permission", "ask", "--tool-dispatch-url", "http://t"),
-            "the tools of --tool-dispatch-url would run without it",
-        ),
     ],
 )
 def test_an_agent_flag_without_effect_is_refused(flags, message):
@@ -140,13 +134,25 @@ def test_an_agent_flag_without_effect_is_refused(flags, message):
         agent(*flags)
 
 
-@on_linux
-def test_a_permission_that_tools_of_mcp_servers_would_escape_is_refused():
-    """It holds for code and commands, and whoever set it may think of all tools."""
-    args = parse("-m", "x", "--agent", "--agent-permission", "deny")
+@pytest.mark.parametrize(
+    ("flags", "mcp"),
+    [
+        (("--tool-dispatch-url", "http://t"), None),
+        ((), McpClientConfig(servers=[])),
+        pytest.param(("--agent",), None, marks=on_linux),
+        pytest.param(("--agent",), McpClientConfig(servers=[]), marks=on_linux),
+    ],
+)
+def test_the_permission_is_a_setting_of_the_server(flags, mcp):
+    """Whatever runs here, code or other tools; it changes no model."""
+    args = parse("-m", "x", *flags, "--agent-permission", "deny")
+    built = with_agent_tools(builder_of(args, mcp=mcp), args)
+    args.agent_permission = None
 
-    with pytest.raises(ConfigError, match="the tools of --mcp-config would run without it"):
-        with_agent_tools(builder_of(args, mcp=McpClientConfig(servers=[])), args)
+    assert built == with_agent_tools(builder_of(args, mcp=mcp), args)
+    assert serve.settings_from(args, {}).agent_permission == "auto"
+    args.agent_permission = "deny"
+    assert serve.settings_from(args, {}).agent_permission == "deny"
 
 
 @pytest.mark.parametrize(
@@ -185,10 +191,11 @@ def test_the_command_builds_what_its_agent_flags_say(monkeypatch):
 
 @on_linux
 def test_running_code_without_a_key_is_warned_of(capsys):
-    """On loopback too: a page in a browser reaches that; louder without a sandbox."""
+    """On loopback too; louder without a sandbox, and for pages that are let in."""
     for more, warned, louder in (
         ((), True, False),
         (("--sandbox", "off"), True, True),
+        (("--cors-origin", "*"), True, False),
         (("--api-key", "k"), False, False),
     ):
         main(["serve", "-m", "./no-such-folder", "--port", "0", "-q", "--enable-shell", *more])
@@ -196,6 +203,7 @@ def test_running_code_without_a_key_is_warned_of(capsys):
         said = capsys.readouterr().err
         assert ("--enable-shell lets the model run" in said) is warned
         assert ("with all your rights" in said) is louder
+        assert ("pages of * too" in said) is ("--cors-origin" in more)
 
 
 @pytest.mark.parametrize("what", ["enable_shell", "enable_code_execution"])
@@ -212,21 +220,6 @@ async def test_clients_cannot_switch_on_what_the_operator_did_not(what):
     assert answer.status_code == 400
     assert "the model was built without it" in answer.json()["error"]["message"]
     assert sum(started.values()) == 0
-
-
-async def test_code_is_not_run_for_a_body_that_any_web_page_could_send():
-    """A browser sends text/plain to anyone without asking; JSON it asks about first."""
-    async with (
-        await tool_builder().build() as model,
-        serving(model) as url,
-        httpx2.AsyncClient(base_url=url, timeout=30) as http,
-    ):
-        body = json.dumps({**OPT_IN, "enable_shell": True})
-        plain = {"content-type": "text/plain"}
-        answer = await http.post("/v1/chat/completions", content=body, headers=plain)
-
-    assert answer.status_code == 400
-    assert "content-type: application/json" in answer.json()["error"]["message"]
 
 
 @on_linux
@@ -247,20 +240,3 @@ async def test_code_runs_for_clients_that_opt_in():
     (ran,) = found[0].json()["agentic_tool_calls"]
     assert json.loads(ran["result_content"]) == {"status": "success"}
     assert not found[1].json().get("agentic_tool_calls")
-
-
-@on_linux
-async def test_a_client_cannot_go_around_the_operators_permission():
-    """Where the server asks, a request that nobody could be asked about is a 400."""
-    args = parse("-m", "x", "--enable-code-execution", "--agent-permission", "ask")
-    called = {**OPT_IN, "enable_code_execution": True, "tool_choice": RESET}
-    async with (
-        await with_agent_tools(tool_builder(), args).build() as model,
-        serving(model) as url,
-        httpx2.AsyncClient(base_url=url, timeout=30) as http,
-    ):
-        bodies = [called, {**called, "agent_permission": "auto"}]
-        found = [await http.post("/v1/chat/completions", json=body) for body in bodies]
-
-    assert [answer.status_code for answer in found] == [400, 400]
-    assert "nobody to ask" in found[0].json()["error"]["message"]

@@ -18,6 +18,7 @@ import httpx2
 import pytest
 
 from mistralrs_sdk import (
+    AgentPermission,
     ConfigError,
     EmbeddingModelBuilder,
     MemoryGpuConfig,
@@ -44,10 +45,10 @@ def config(folder: Path, text: str) -> str:
 
 
 def test_no_flag_leaves_every_setting_as_it_is():
-    """The command's defaults are the defaults of the settings and of the builder."""
+    """But for the names it answers to on loopback, defaults are those of settings and builder."""
     args = parse("-m", "x")
 
-    assert serve.settings_from(args, {}) == ServerSettings()
+    assert serve.settings_from(args, {}) == ServerSettings(allowed_hosts=())
     assert builder_of(args) == ModelBuilder("x").with_max_num_seqs(32).with_logging()
 
 
@@ -66,6 +67,7 @@ def test_flags_become_settings():
             "--tool-dispatch-url",
             "http://t",
         ),
+        *("--allowed-host", "c.example", "--agent-permission", "ask"),
     )
 
     assert serve.settings_from(args, {}) == ServerSettings(
@@ -73,6 +75,8 @@ def test_flags_become_settings():
         port=0,
         api_key="k",
         cors_origins=("https://a", "https://b"),
+        allowed_hosts=("c.example",),
+        agent_permission=AgentPermission.ASK,
         max_body_bytes=2**20,
         keep_alive_seconds=3.0,
         drain_seconds=2.5,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 
-from tests.web_page_server import served_model
+from tests.web_page_server import launch_chromium, served_model
 
 READ = """
 async ({url, body, cut, key}) => {
@@ -105,3 +107,46 @@ def test_pages_of_other_origins_need_leave(browser: Any) -> None:
     assert (seen["status"], seen["last"]) == (200, "[DONE]")
     assert len(seen["id"]) == 32
     assert keyless == 401
+
+
+SEND = """
+async ({url, body}) => {
+  await fetch(url, {method: 'POST', mode: 'no-cors', body});
+  navigator.sendBeacon(url, body);
+}
+"""
+"""What a page may have a browser send anywhere, without asking: a body that is not called JSON."""
+
+
+def test_a_page_of_another_site_or_port_computes_nothing(browser: Any) -> None:
+    """What it can send without asking is refused; the server's own page may send just that."""
+    body = '{"messages": "hello", "max_tokens": 2}'
+    with served_model() as address, served_model() as elsewhere:
+        port = urlsplit(elsewhere).port
+        seen = []
+        for place in (elsewhere, f"http://localhost:{port}/", address):
+            page = opened_at(browser, f"{place}docs")
+            page.evaluate(SEND, {"url": address + CHAT, "body": body})
+            counted = httpx2.get(f"{address}v1/system/stats").json()["tokens_processed"]
+            seen.append(counted > 0)
+            page.context.close()
+
+    assert seen == [False, False, True]
+
+
+def test_a_page_whose_name_leads_here_reads_nothing(browser: Any) -> None:
+    """To the browser it is of one origin with the server; its name gives it away."""
+    with served_model(allowed_hosts=[]) as address:
+        port = urlsplit(address).port
+        rules = f"--host-resolver-rules=MAP evil.example 127.0.0.1:{port}"
+        misled = launch_chromium(browser.browser_type, rules)
+        try:
+            page = misled.new_page()
+            statuses = [
+                page.goto(f"http://{name}:{port}/v1/models").status
+                for name in ("evil.example", "localhost", "127.0.0.1")
+            ]
+        finally:
+            misled.close()
+
+    assert statuses == [403, 200, 200]

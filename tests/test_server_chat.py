@@ -30,6 +30,9 @@ WRONG = (
     {"top_logprobs": 100_000, "logprobs": True},
     {"messages": [{"role": "user", "content": "word " * 400}]},
     {"stream_options": {"include_usage": 3}},
+    {"stream_options": {"colour": True}},
+    {"stream_options": {"include_obfuscation": True}},
+    {"stream_options": ["include_usage"]},
     {"extra_body": {"tool_dispatch_url": "http://127.0.0.1:1/"}},
     {"extra_body": {"nonsense": 1}},
     {"extra_body": {"agent_approval_callback": "print"}},
@@ -249,6 +252,24 @@ async def test_what_is_wrong_is_said_before_the_first_byte(model):
 
             assert set(caught.value.body) >= {"message", "type", "param", "code"}, wrong
             assert caught.value.body["message"]
+
+
+async def test_stream_options_are_for_streams(model):
+    """Without one they would have no effect; null and false are as if they were not there."""
+    usage = {"include_usage": True}
+    async with client(model) as openai_client:
+        asked = {"model": "default", "messages": HELLO, "max_tokens": 2}
+        with pytest.raises(openai.BadRequestError, match='without "stream": true'):
+            await openai_client.chat.completions.create(**asked, stream_options=usage)
+        with pytest.raises(openai.BadRequestError, match='without "stream": true'):
+            await openai_client.completions.create(
+                model="default", prompt="x", extra_body={"stream_options": usage}
+            )
+        for options in (None, {}, {"include_usage": False}, {"include_obfuscation": False}):
+            answer = await openai_client.chat.completions.create(
+                **asked, extra_body={"stream_options": options}
+            )
+            assert answer.usage.completion_tokens == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

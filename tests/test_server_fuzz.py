@@ -149,6 +149,7 @@ def test_no_body_breaks_an_endpoint(portal, model, path):
         ("/v1/completions", {"prompt": "hello", "repetition_penalty": 1e-197}, 200),
         ("/v1/completions", {"prompt": "hello", "repetition_penalty": 1e300}, 200),
         ("/v1/completions", {"prompt": "x", **BREAKERS}, 400),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400),
         ("/v1/messages", {"messages": [], "model": "default", "max_tokens": 1}, 400),
     ],
 )
@@ -162,3 +163,24 @@ def test_what_was_found_stays_found(portal, model, path, body, status):
             return (await http.post(path, json={"max_tokens": 4, **body})).status_code
 
     assert portal.call(ask) == status
+
+
+@pytest.mark.parametrize(
+    "number", ["1e999", "-1e999", "1" + "0" * 400, "-" + "9" * 309, "9" * 5000]
+)
+@pytest.mark.parametrize("path", sorted(POSTS))
+def test_a_number_that_is_too_large_is_no_json(portal, model, path, digits):
+    """No float holds it: as a deadline it would overflow, in a schema it could not be sent back."""
+    number = "-1e999" if digits == 3 else "9" * digits
+    app = create_app(model, settings=ServerSettings(access_log=None, allow_diagnostics=True))
+    place = path.replace("{approval_id}", "some")
+    bodies = [f'{{"a": [{number}]}}', f'{{"messages": "x", "prompt": "x", "deadline": {number}}}']
+
+    async def ask(body: str) -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://x") as http:
+            return await http.post(place, content=body)
+
+    for answer in [portal.call(ask, body) for body in bodies]:
+        assert answer.status_code == 400
+        assert "the body is no JSON" in answer.json()["error"]["message"]

@@ -222,6 +222,22 @@ async def test_metrics_have_the_names_of_mistralrs(model):
     assert "_created" not in text
 
 
+async def test_clients_cannot_make_labels_of_their_own(model):
+    """Methods, paths and models of their invention are counted together."""
+    async with browser(model) as http:
+        for number in range(3):
+            await http.request(f"ODD{number}", f"/nothing/{number}")
+            await http.post(CHAT, json={**HELLO, "model": f"nobody-{number}"})
+        text = (await http.get("/metrics")).text
+    counts = [line for line in text.splitlines() if line.startswith("http_requests_total{")]
+
+    assert sorted(counts) == [
+        'http_requests_total{method="POST",model="unknown",path="/v1/chat/completions",'
+        'status="404"} 3.0',
+        'http_requests_total{method="other",model="none",path="<unmatched>",status="404"} 3.0',
+    ]
+
+
 async def test_metrics_can_be_off(model):
     """503 then, as in mistral.rs."""
     async with browser(model, metrics=False) as http:
@@ -295,6 +311,21 @@ async def test_the_app_can_be_mounted(model):
 
     assert (answer.status_code, health.status_code) == (200, 200)
     assert 'status="200"' in metrics.text
+
+
+async def test_probes_of_a_mounted_app_are_no_traffic(model, caplog):
+    """They are not counted and not in the log, wherever the app is."""
+    inner = create_app(model, settings=ServerSettings(access_log="text"))
+    transport = httpx2.ASGITransport(app=Starlette(routes=[Mount("/llm", app=inner)]))
+    with caplog.at_level(logging.INFO, logger="mistralrs_sdk.server.access"):
+        async with httpx2.AsyncClient(transport=transport, base_url="http://x") as http:
+            await http.get("/llm/health")
+            await http.get("/llm/v1/models")
+            text = (await http.get("/llm/metrics")).text
+
+    assert [record.message.split()[2] for record in caplog.records] == ["/llm/v1/models"]
+    assert 'path="/health"' not in text
+    assert 'path="/v1/models"' in text
 
 
 async def test_without_its_page_the_root_says_ok(model):

@@ -165,6 +165,11 @@ async def test_adapters_are_loaded_used_and_unloaded(tmp_path):
         listed = (await http.get("/v1/lora_adapters")).json()
         models = (await http.get("/v1/models")).json()["data"]
         texts = await text(), await text(adapter="polite"), await text(model="polite")
+        for model_name in ("default", "polite"):
+            told = {"model": model_name, "prompt": "hello"}
+            ids = (await http.post("/tokenize", json=told)).json()["tokens"]
+            back = await http.post("/detokenize", json={"model": model_name, "tokens": ids})
+            assert back.json() == {"prompt": "hello"}
         name = {"lora_name": "polite", "expected_generation": "0" * 64}
         other = await http.post("/v1/unload_lora_adapter", json=name)
         gone = await http.post("/v1/unload_lora_adapter", json={"lora_name": "polite"})
@@ -206,3 +211,23 @@ async def test_a_model_that_takes_no_adapters_is_a_conflict():
 
     assert (listed.status_code, loaded.status_code, wrong.status_code) == (409, 409, 400)
     assert listed.json()["error"]["code"] == "runtime_unavailable"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *((f"/v1/models/{what}", {"model_id": "default"}) for what in ("unload", "reload")),
+        ("/v1/models/status", {"model_id": "default"}),
+        ("/re_isq", {"ggml_type": "q8_0"}),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}),
+    ],
+)
+async def test_a_key_that_would_have_no_effect_is_refused(path, body):
+    """By its name, before anything is changed."""
+    async with await tiny_builder().build() as model, browser(model, OPEN) as http:
+        answer = await http.post(path, json={**body, "force": True})
+        loaded = model.is_model_loaded()
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "force")
+    assert loaded

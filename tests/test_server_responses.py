@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from mistralrs_sdk import InferenceError, Model
+from mistralrs_sdk.server.responses_store import ResponsesStore
 from tests.model_helpers import assert_idle
 from tests.scripted_rounds import Say
 from tests.test_model_tools import ANSWER, scripted
@@ -276,6 +278,33 @@ async def test_background_run_that_cannot_start_is_refused(client):
     """What is wrong with it is told at once, not when it is fetched."""
     with pytest.raises(openai.BadRequestError, match="tokens"):
         await client.responses.create(input="long " * 600, background=True, **GREEDY)
+
+
+async def test_background_runs_are_bounded(talker, monkeypatch):
+    """One more than can be kept is told to come back; a place is free again when one ends."""
+    few = functools.partial(ResponsesStore, max_responses=1)
+    monkeypatch.setattr("mistralrs_sdk.server.app.ResponsesStore", few)
+    async with serving(talker) as url, connected(url) as client:
+        asked = {"input": "Talk.", "background": True, **ENDLESS}
+        first = await client.responses.create(**asked)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.responses.create(**asked)
+        await client.responses.cancel(first.id)
+        second = await client.responses.create(**asked)
+        await client.responses.cancel(second.id)
+        await assert_idle(talker)
+
+    assert caught.value.code == "queue_full"
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
+async def test_what_is_null_is_as_if_it_were_not_there(client):
+    """In what the answer repeats of the request, too."""
+    unset = {"text": {"format": None}, "tools": None, "reasoning": None, "metadata": None}
+    made = await client.responses.create(input="When?", extra_body=unset, **GREEDY)
+
+    assert made.text.format.type == "text"
+    assert (made.tools, made.metadata) == ([], {})
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import pickle
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from mistralrs_sdk import ConfigError, ModelBuilder, serve_rank
+from mistralrs_sdk import ConfigError, EngineMetrics, ModelBuilder, serve_rank
 from mistralrs_sdk.engine import rank_meeting
+from mistralrs_sdk.engine.cuda_graphs import NOT_DECODE
 from tests.checkpoint_files import config_for, write_folder
+from tests.gpu_engine import gpu_engine
 from tests.model_helpers import continue_ids, prompt, tiny_builder, tiny_folder
 from tests.packed_models import gguf_of
 
@@ -46,9 +49,9 @@ class Rank:
             text=True,
         )
 
-    def serve(self, builder: ModelBuilder) -> None:
+    def serve(self, builder: ModelBuilder, *, where: str = "") -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(builder).hex() + "\n")
+        self._process.stdin.write(where + pickle.dumps(builder).hex() + "\n")
         self._process.stdin.flush()
 
     def answer(self) -> str:
@@ -136,6 +139,40 @@ async def test_a_model_without_a_cache_is_divided_too(torchrun):
     plain = plain.with_dtype("f32").with_no_kv_cache()
 
     assert await tokens_of_two(plain, torchrun, prompt(20)) == await tokens_of(plain, prompt(20))
+
+
+async def test_prompts_longer_than_a_step_are_computed_in_parts(torchrun):
+    """Steps whose scores nobody wants are computed by both ranks, too."""
+    builder = tiny_builder("llama", kv_tokens=512).with_max_num_batched_tokens(32)
+
+    assert await tokens_of_two(builder, torchrun, prompt(75)) == await tokens_of(
+        builder, prompt(75)
+    )
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mistral_swa"])
+async def test_ranks_replay_their_graphs_together(name, torchrun):
+    """Prompts in chunks, then as many sequences as there are left: the tokens of one process."""
+    builder = tiny_builder(name, kv_tokens=512).with_max_num_seqs(6)
+    prompts = [prompt(n, seed=n) for n in (40, 3, 17, 25, 9)]
+    lengths = [12, 20, 7, 12, 15]
+
+    async def tokens(asked: ModelBuilder) -> tuple[list[list[int]], EngineMetrics]:
+        async with await asked.with_max_num_batched_tokens(24).build() as model:
+            both = zip(prompts, lengths, strict=True)
+            found = await asyncio.gather(*(continue_ids(model, ids, n) for ids, n in both))
+            return found, await model.metrics()
+
+    both = builder.with_tensor_parallel(2).with_cuda_graphs()
+    torchrun.serve(both.with_max_num_batched_tokens(24), where="gpu ")
+    with gpu_engine() as played:
+        found, metrics = await tokens(both)
+
+    assert torchrun.answer() == "replayed"
+    assert found == (await tokens(builder))[0]
+    assert [graphs.together for graphs in played.graphs] == [True]
+    assert set(metrics.steps_eager) == {NOT_DECODE}
+    assert metrics.steps_replayed > 5
 
 
 async def test_ranks_that_are_not_as_many_as_asked_for_are_refused(torchrun):

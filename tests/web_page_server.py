@@ -187,17 +187,22 @@ def served_model(**settings: Any) -> Iterator[str]:
 def headless_chromium() -> Iterator[Any]:
     """Yield Playwright's browser; skip the test where there is no Chromium or no Playwright."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with playwright.sync_playwright() as started:
+        browser = launch_chromium(started.chromium)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def launch_chromium(kind: Any, *flags: str) -> Any:
+    """Return a browser of Playwright's kind, started with these flags; skip where there is none."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
         pytest.skip("needs a Chromium on the path")
     as_root = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=as_root)
-        try:
-            yield browser
-        finally:
-            browser.close()
+    return kind.launch(executable_path=path, args=[*as_root, *flags])
 
 
 @contextlib.contextmanager

@@ -16,27 +16,33 @@ from mistralrs_sdk.attention.sdpa import refuse_graph
 
 @attrs.frozen(kw_only=True, eq=False)
 class MappedPart:
-    """A run of layers, and what attends for them; its cache numbers them from 0."""
+    """The layers of a device, and what attends for them; its cache numbers them from 0."""
 
     device: torch.device
-    layers: range
+    layers: Sequence[int]
     backend: AttentionBackend
 
 
 class MappedBackend:
-    """Attends on the device of each layer; all parts keep a token in the same slot."""
+    """Attends on the device of each layer; all parts keep a token in the same slot.
+
+    Attention reads nothing but slots of a batch's tensors, so nothing else goes to another device.
+    """
 
     supports_graphs: ClassVar[bool] = False
 
     def __init__(self, parts: Sequence[MappedPart]) -> None:
         self.parts = tuple(parts)
-        self._part_of = [part for part in parts for _ in part.layers]
+        self._places = {
+            layer: (part, place) for part in parts for place, layer in enumerate(part.layers)
+        }
 
     def plan(self, batch: Batch, *, graph_size: int | None = None) -> None:
         refuse_graph(self, graph_size)
         for part in self.parts:
+            slots = batch.slot_mapping.to(part.device)
             with _current(part.device):
-                part.backend.plan(_on(batch, part.device))
+                part.backend.plan(attrs.evolve(batch, slot_mapping=slots))
 
     def run(
         self,
@@ -48,21 +54,11 @@ class MappedBackend:
         *,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        part = self._part_of[layer]
+        part, place = self._places[layer]
         with _current(part.device):
-            return part.backend.run(spec, layer - part.layers.start, q, k, v, rotation=rotation)
+            return part.backend.run(spec, place, q, k, v, rotation=rotation)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Kernels that are not torch's are launched on the current device, wherever tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _on(batch: Batch, device: torch.device) -> Batch:
-    return attrs.evolve(
-        batch,
-        input_ids=batch.input_ids.to(device),
-        positions=batch.positions.to(device),
-        slot_mapping=batch.slot_mapping.to(device),
-        logits_indices=batch.logits_indices.to(device),
-    )

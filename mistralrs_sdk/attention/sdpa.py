@@ -33,7 +33,7 @@ class SdpaBackend:
             seq_lens=batch.seq_lens,
             tables=batch.block_tables,
             block_size=self._cache.block_size,
-            device=batch.input_ids.device,
+            device=batch.slot_mapping.device,
         )
 
     def run(
@@ -73,7 +73,7 @@ class UncachedSdpaBackend:
             # The rows of the batch themselves, seen as a cache with blocks of one token.
             tables=[range(starts[i], starts[i + 1]) for i in range(len(batch.seq_lens))],
             block_size=1,
-            device=batch.input_ids.device,
+            device=batch.slot_mapping.device,
         )
 
     def run(

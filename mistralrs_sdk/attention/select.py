@@ -154,8 +154,9 @@ def select_graphs(
         return GraphChoice(on=False, reason=off)
     if device != "cuda":
         return GraphChoice(on=False, reason=f"the device is {device}")
-    if ranks > 1:
-        return GraphChoice(on=False, reason=f"{ranks} ranks hold the model together")
+    if ranks > 1 and not cuda_graphs:
+        reason = f"{ranks} ranks hold the model together, and capture only if they are asked to"
+        return GraphChoice(on=False, reason=reason)
     if backend is None:
         return GraphChoice(on=False, reason="the KV cache is not paged")
     if backend != "FlashInferBackend":

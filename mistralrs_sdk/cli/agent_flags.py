@@ -81,7 +81,8 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--agent-permission",
         choices=[str(each) for each in AgentPermission],
-        help="run at once, after the client approved, or not; a request may be stricter (auto)",
+        help="run what models call at once, after the client approved, or not at all; for tools "
+        "of --mcp-config and --tool-dispatch-url too; a request may be stricter (auto)",
     )
     add(
         "--sandbox",
@@ -112,18 +113,20 @@ def with_agent_tools(builder: AnyBuilder, args: argparse.Namespace) -> AnyBuilde
     code, shell = args.enable_code_execution or args.agent, args.enable_shell or args.agent
     _require(code, _CODE, args, "--enable-code-execution or --agent")
     _require(shell, _SHELL, args, "--enable-shell or --agent")
-    both = ("agent_permission", "sandbox", *_BOUNDS)
-    _require(code or shell, both, args, "--enable-code-execution, --enable-shell or --agent")
+    switches = "--enable-code-execution, --enable-shell"
+    _require(code or shell, ("sandbox", *_BOUNDS), args, f"{switches} or --agent")
+    runs = code or shell or args.tool_dispatch_url is not None or _has_mcp(builder)
+    switches += ", --agent, --mcp-config or --tool-dispatch-url"
+    _require(runs, ("agent_permission",), args, switches)
     if not code and not shell:
         return builder
-    shared = {"sandbox_policy": _policy(args), "permission": args.agent_permission or "auto"}
+    shared = {"sandbox_policy": _policy(args)}
     code_config = _made("--code-exec-*", CodeExecutionConfig, _given(_CODE, args) | shared)
     shell_config = _made("--shell-*", ShellConfig, _given(_SHELL, args) | shared)
 
     def equipped(one: Any) -> Any:
         if not isinstance(one, ModelBuilder):  # it embeds
             return one
-        _require_no_other_tools(one, args)
         one = one.with_code_execution(code_config) if code else one
         return one.with_shell_execution(shell_config) if shell else one
 
@@ -144,10 +147,10 @@ def agent_warning(args: argparse.Namespace, *, api_key: str | None) -> str | Non
     if api_key is not None or not (args.agent or args.enable_code_execution or args.enable_shell):
         return None
     bounds = ", with all your rights," if args.sandbox == "off" else ""
+    pages = f", pages of {', '.join(args.cors_origin)} too" if args.cors_origin else ""
     return (
         f"warning: {_switch(args)} lets the model run what clients make it write{bounds} and there "
-        "is no API key: whoever reaches this port is a client, web pages in a browser on this "
-        "machine too"
+        f"is no API key: whoever reaches this port is a client{pages}"
     )
 
 
@@ -184,20 +187,10 @@ def _require(enabled: bool, names: Any, args: argparse.Namespace, switches: str)
             raise ConfigError(f"{_flag(name)} has no effect without {switches}: add one of them")
 
 
-def _require_no_other_tools(builder: ModelBuilder, args: argparse.Namespace) -> None:
-    """Who restricts what runs must not find that something runs unasked."""
-    if args.agent_permission in (None, AgentPermission.AUTO):
-        return
-    others = {
-        "--mcp-config": builder.tools.mcp is not None,
-        "--tool-dispatch-url": args.tool_dispatch_url is not None,
-    }
-    for name in (name for name, there in others.items() if there):
-        raise ConfigError(
-            f"--agent-permission {args.agent_permission} holds for code and commands only, and "
-            f"the tools of {name} would run without it: leave one of them out, or let requests "
-            'say "agent_permission"'
-        )
+def _has_mcp(builder: AnyBuilder) -> bool:
+    several = isinstance(builder, MultiModelBuilder)
+    every: list[Any] = [one for _, one in builder.models] if several else [builder]
+    return any(isinstance(one, ModelBuilder) and one.tools.mcp is not None for one in every)
 
 
 def _given(names: Mapping[str, str], args: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from mistralrs_sdk import ConfigError
 from mistralrs_sdk.cli.agent_flags import add_agent_flags, agent_warning, with_agent_tools
 from mistralrs_sdk.cli.mcp_file import read_mcp_config
@@ -100,11 +102,12 @@ def settings_from(args: argparse.Namespace, environ: Mapping[str, str]) -> Serve
     from mistralrs_sdk.server import ServerSettings
 
     runtime_lora = environ.get(RUNTIME_LORA, "").strip().lower() not in _OFF
-    return ServerSettings(
+    settings = ServerSettings(
         host=args.host,
         port=args.port,
         api_key=args.api_key or environ.get(API_KEY) or None,
         cors_origins=tuple(args.cors_origin or ()),
+        allowed_hosts=_hosts(args),
         max_body_bytes=args.max_body_mb * 2**20,
         keep_alive_seconds=_keep_alive(args, environ),
         drain_seconds=args.drain_seconds,
@@ -118,7 +121,11 @@ def settings_from(args: argparse.Namespace, environ: Mapping[str, str]) -> Serve
         allow_runtime_adapters=args.allow_runtime_adapters or runtime_lora,
         max_tool_rounds=args.max_tool_rounds,
         tool_dispatch_url=args.tool_dispatch_url,
+        agent_permission=args.agent_permission or "auto",
     )
+    if settings.on_loopback and settings.api_key is None and not args.allowed_host:
+        return attrs.evolve(settings, allowed_hosts=())
+    return settings
 
 
 def mcp_config_from(args: argparse.Namespace, environ: Mapping[str, str]) -> McpClientConfig | None:
@@ -146,6 +153,13 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="ORIGIN",
         help="let pages of this origin call, * is any; may be repeated (none)",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="answer where it is called so, beside addresses and localhost, * is any; may be "
+        "repeated (on loopback without a key none, else any)",
     )
     add("--max-body-mb", type=int, default=50, metavar="MB", help="longest request, in MiB (50)")
     add(
@@ -190,6 +204,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help=f"JSON file of MCP servers, whose tools every chat is offered ({MCP_CONFIG}, or none)",
     )
+
+
+def _hosts(args: argparse.Namespace) -> tuple[str, ...] | None:
+    names = tuple(args.allowed_host or ())
+    return None if not names or "*" in names else names
 
 
 def _keep_alive(args: argparse.Namespace, environ: Mapping[str, str]) -> float:

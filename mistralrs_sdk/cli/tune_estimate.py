@@ -1,14 +1,14 @@
-"""What `tune` expects of a machine: a short measurement, a formula, and a choice."""
+"""What `tune` compares and chooses: ways to keep a model's weights, with sizes and speeds."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import attrs
 
 from mistralrs_sdk import MemoryPlan
+from mistralrs_sdk.cli.tune_probe import Times
 
 Profile = Literal["quality", "balanced", "fast"]
 Quality = Literal["baseline", "near-lossless", "good", "acceptable", "degraded"]
@@ -29,27 +29,8 @@ _FLOOR: dict[Profile, Quality] = {
     "balanced": "good",
     "fast": "acceptable",
 }
-
-_READ_SHARE = 0.7
-"""Of the bandwidth of a plain sum, what a decode step on a CPU reads weights with."""
-_STEP_SECONDS = 0.0015
-"""What such a step takes besides. Both were fitted to the rates of docs/performance.md."""
-_MULTIPLY_SHARE = 0.8
-"""Of the rate of a large product, what a prompt is computed with; types of 8 bits do better."""
-
-_READ_BYTES = 2**28
-_ROWS, _SIZE = 512, 2048
-_TRIES = 5
-
-
-@attrs.frozen(kw_only=True)
-class Machine:
-    """What a device does at best."""
-
-    bytes_per_second: float
-    """Read from its memory."""
-    operations_per_second: float
-    """In a large matrix product, in the type it computes in."""
+_AS_FAST = 0.95
+"""Of the highest rate: too little is lost to give up quality for it, or to be sure of it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -58,85 +39,90 @@ class Candidate:
 
     bits: int | None
     """Bits to quantise to; None: as stored."""
-    quality: Quality
     plan: MemoryPlan | None = None
     """None if it does not fit."""
     reason: str | None = None
     """Why it does not fit."""
-    decode_tokens_per_second: float = 0.0
-    """Of one request, expected."""
-    prefill_tokens_per_second: float = 0.0
-    """Of a prompt, expected at least."""
+    times: Times | None = None
+    """What the model is expected to take; None: nothing was measured."""
+    measured: bool = False
+    """Whether a slice kept in this way was measured; if not, one kept in another was."""
 
     @property
     def name(self) -> str:
         """What a table calls it."""
         return "as stored" if self.bits is None else f"{self.bits} bits"
 
-
-def quality_of(bits: int | None) -> Quality:
-    """How much of the model's quality is left, in words."""
-    return "baseline" if bits is None else _QUALITY_OF_BITS[bits]
-
-
-def measure(device: str, dtype: str, *, num_threads: int | None = None) -> Machine:
-    """Read a quarter of a GiB, and multiply 512 rows by a matrix of 2048 columns; the best of 5."""
-    import torch
-    from torch.nn import functional
-
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    kind = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    data = torch.ones(_READ_BYTES // 4, device=device)
-    x = torch.rand(_ROWS, _SIZE, device=device).to(kind)
-    weight = torch.rand(_SIZE, _SIZE, device=device).to(kind)
-
-    def finish() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-
-    read = _best_seconds(data.sum, finish)
-    product = _best_seconds(lambda: functional.linear(x, weight), finish)
-    return Machine(
-        bytes_per_second=_READ_BYTES / read,
-        operations_per_second=2 * _ROWS * _SIZE**2 / product,
-    )
+    @property
+    def quality(self) -> Quality:
+        """How much of the model's quality is left, in words."""
+        return "baseline" if self.bits is None else _QUALITY_OF_BITS[self.bits]
 
 
-def estimate(plan: MemoryPlan, machine: Machine) -> tuple[float, float]:
-    """Expected tokens per second of one request's decoding, and of a prompt.
+@attrs.frozen(kw_only=True)
+class Findings:
+    """All candidates, and how their speeds were found."""
 
-    A decode step reads every weight once; each token of a prompt multiplies with every weight.
+    candidates: Sequence[Candidate]
+    plan: MemoryPlan
+    """That of the first that fits: the device, and what it computes in."""
+    seconds: float = 0.0
+    """How long was measured."""
+    unmeasured: str | None = None
+    """Why nothing was."""
+
+
+def completed(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Give those that fit and were not measured the times of the one next in size.
+
+    Steps take as long for each byte, prompts for each token.
     """
-    step = plan.weight_bytes / (_READ_SHARE * machine.bytes_per_second) + _STEP_SECONDS
-    rate = _MULTIPLY_SHARE * machine.operations_per_second
-    return 1 / step, rate / (2 * plan.num_parameters)
+    known = [c for c in candidates if c.plan is not None and c.times is not None]
+    return [_completed(candidate, known) for candidate in candidates]
 
 
 def recommend(candidates: Sequence[Candidate], profile: Profile) -> Candidate | None:
     """The fastest that fits and is no worse than the profile allows, else the best that fits.
 
-    Quantising to what is no smaller than the model's files is neither faster nor better, so those
-    are kept as they are.
+    Of those about as fast the one of the best quality. Quantising to what is no smaller than the
+    model's files makes nothing better, so those are then kept as they are. Without speeds the
+    smallest counts as the fastest.
     """
     fitting = [candidate for candidate in candidates if candidate.plan is not None]
     if not fitting:
         return None
     allowed = [c for c in fitting if _rank(c) <= _ORDER.index(_FLOOR[profile])]
+    stored = next((_size(c) for c in allowed if c.bits is None), None)
+    allowed = [c for c in allowed if stored is None or c.bits is None or _size(c) < stored]
     if allowed:
-        return max(allowed, key=lambda c: (c.decode_tokens_per_second, -_rank(c)))
-    return min(fitting, key=lambda c: (_rank(c), -(c.bits or 0)))
+        enough = _AS_FAST * max(_rate(c) for c in allowed)
+        return min((c for c in allowed if _rate(c) >= enough), key=lambda c: _best(c))
+    return min(fitting, key=_best)
+
+
+def _completed(candidate: Candidate, known: Sequence[Candidate]) -> Candidate:
+    if candidate.plan is None or candidate.times is not None or not known:
+        return candidate
+    size = _size(candidate)
+    near = min(known, key=lambda other: abs(_size(other) - size))
+    assert near.times is not None, "it is known"
+    steps = tuple(step * size / _size(near) for step in near.times.steps)
+    return attrs.evolve(candidate, times=attrs.evolve(near.times, steps=steps), measured=False)
+
+
+def _size(candidate: Candidate) -> int:
+    assert candidate.plan is not None, "it fits"
+    return candidate.plan.weight_bytes
+
+
+def _rate(candidate: Candidate) -> float:
+    """Tokens a second of one request; without speeds what is the higher the smaller it is."""
+    return 1 / (_size(candidate) if candidate.times is None else candidate.times.steps[0])
+
+
+def _best(candidate: Candidate) -> tuple[int, int]:
+    return _rank(candidate), -(candidate.bits or 0)
 
 
 def _rank(candidate: Candidate) -> int:
     return _ORDER.index(candidate.quality)
-
-
-def _best_seconds(work: Callable[[], Any], finish: Callable[[], None]) -> float:
-    times = []
-    for _ in range(_TRIES):
-        started = time.perf_counter()
-        work()
-        finish()
-        times.append(time.perf_counter() - started)
-    return min(times)

@@ -198,7 +198,7 @@ def build_engine(
         lora=lora,
         graphs=graphs,
     )
-    if graphs is not None:
+    if graphs is not None and link is None:  # ranks do that together, once all are ready
         graphs.capture_ahead()
     look_ahead = None
     if link is None and runner.transfers is not None and isinstance(scheduler, Scheduler):
@@ -225,6 +225,7 @@ def build_engine(
         scheduler,
         runner if link is None else link.ready(runner),
         look_ahead=look_ahead,
+        replay_counts=runner.replay_counts,
         release_memory=functools.partial(release_cached, device),
         log_throughput=config.throughput_logging,
         log_steps=log_steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -21,10 +21,8 @@ logger = logging.getLogger("mistralrs_sdk.engine")
 
 EXACT_ROWS = 8
 """Up to so many sequences each number has a graph of its own."""
-MAX_GRAPHS = 32
-"""Graphs kept; for another one the graph that was replayed longest ago goes."""
 CAPTURE_SECONDS = 20.0
-"""How long `capture_ahead` goes on starting captures."""
+"""How long captures are started before there is work."""
 CAPTURE_BYTES = 512 * 2**20
 """Device memory that the graphs of a model may take; past it none is captured."""
 
@@ -84,7 +82,10 @@ class GraphStats:
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """The numbers of sequences that get graphs: 1 to 8, then doubled, up to `max_num_seqs`."""
+    """The numbers of sequences that get graphs: 1 to 8, then doubled, up to `max_num_seqs`.
+
+    At most 32 for up to 134 million sequences, so that all are kept: a graph serves every length.
+    """
     sizes = list(range(1, min(EXACT_ROWS, max_num_seqs) + 1))
     while sizes[-1] < max_num_seqs:
         sizes.append(min(2 * sizes[-1], max_num_seqs))
@@ -115,8 +116,8 @@ class GraphRunner:
     """The graphs of one model, which must be dropped (`clear`) when its weights change.
 
     `backend` is one that supports graphs. A step of fewer sequences than its bucket is filled up
-    with sequences of one token, all in the null block's first slot. At most `max_graphs` are kept,
-    and none is captured once they take `max_bytes`.
+    with sequences of one token, all in the null block's first slot. None is captured once they take
+    `max_bytes`.
     """
 
     def __init__(
@@ -128,19 +129,21 @@ class GraphRunner:
         max_num_seqs: int,
         graphs: GraphFactory,
         transfers: Transfers,
-        max_graphs: int = MAX_GRAPHS,
         max_bytes: int = CAPTURE_BYTES,
     ) -> None:
         self.buckets = buckets(max_num_seqs)
+        self.max_bytes = max_bytes
+        self.together = False
+        """Whether other processes compute each step with this one: all replay it then, or none.
+
+        So what fails is raised, not left to an eager step, and nothing changes after `finish`.
+        """
         self._model = model
         self._backend = backend
         self._device = device
         self._factory = graphs
         self._transfers = transfers
-        self._max_graphs = max_graphs
-        self._max_bytes = max_bytes
-        self._captured: OrderedDict[int, _Captured] = OrderedDict()
-        """By bucket, the one replayed last at the end."""
+        self._captured: dict[int, _Captured] = {}
         self._disabled: dict[int, str] = {}
         self._replayed = 0
         self._eager: Counter[str] = Counter()
@@ -163,13 +166,27 @@ class GraphRunner:
         step that would be replayed.
         """
         end = time.monotonic() + seconds
-        for bucket in self.buckets[: self._max_graphs]:
+        for bucket in self.buckets:
             if bucket in self._captured or bucket in self._disabled:
                 continue
             if time.monotonic() >= end:
                 logger.info("CUDA graphs: %g s are over before %d sequences", seconds, bucket)
                 return
-            self._attempt(bucket, lambda bucket=bucket: self._meet(bucket, _NOBODY))
+            self.capture(bucket)
+
+    def capture(self, bucket: int) -> None:
+        """Capture the steps of a bucket before there are any.
+
+        Raises:
+            Exception: it fails, and others compute `together` with this process.
+        """
+        self._attempt(bucket, lambda: self._meet(bucket, _NOBODY))
+
+    def finish(self, reason: str) -> None:
+        """Capture no other bucket, for this reason."""
+        for bucket in self.buckets:
+            if bucket not in self._captured:
+                self._disabled.setdefault(bucket, reason)
 
     def run(
         self, lists: BatchLists, *, input_ids: Tensor | None = None, adapted: bool = False
@@ -179,6 +196,9 @@ class GraphRunner:
         `input_ids` are the tokens if only the device knows them. With `adapted` an adapter takes
         part. Returns the logits, as the model does; they are good until the next call. What a
         failed attempt has computed are keys and values that the same step computes again.
+
+        Raises:
+            Exception: it fails, and others compute `together` with this process.
         """
         size = len(lists.seq_lens)
         if adapted or not _is_decode(lists):
@@ -209,11 +229,8 @@ class GraphRunner:
     def _meet(self, bucket: int, lists: BatchLists, input_ids: Tensor | None = None) -> Tensor:
         """Run the first step of a bucket, and capture it for those that follow."""
         taken = self._num_bytes()
-        if taken >= self._max_bytes:
-            raise MemoryError(
-                f"the graphs take {taken / 2**20:.0f} MiB of the {self._max_bytes / 2**20:.0f} "
-                "that they may"
-            )
+        if taken >= self.max_bytes:
+            raise MemoryError(full(taken, self.max_bytes))
         inputs = _Inputs(bucket, self._device)
         batch = inputs.fill(lists, input_ids, transfers=self._transfers)
         self._backend.plan(batch, graph_size=bucket)
@@ -222,11 +239,11 @@ class GraphRunner:
             return self._model(batch, self._backend)
 
         logits = self._factory.warm_up(step)
-        while len(self._captured) >= self._max_graphs:
-            self._captured.popitem(last=False)
         try:
             self._captured[bucket] = _Captured(inputs, self._factory.capture(step))
         except Exception as error:  # the step itself is done
+            if self.together:
+                raise
             self._disable(bucket, error)
         return logits
 
@@ -235,7 +252,6 @@ class GraphRunner:
         batch = captured.inputs.fill(lists, input_ids, transfers=self._transfers)
         self._backend.plan(batch, graph_size=bucket)
         captured.graph.replay()
-        self._captured.move_to_end(bucket)
         return captured.graph.output
 
     @torch.inference_mode()
@@ -244,6 +260,8 @@ class GraphRunner:
         try:
             return compute()
         except Exception as error:  # whatever it is, the eager step meets it again or does without
+            if self.together:
+                raise
             self._captured.pop(bucket, None)
             self._disable(bucket, error)
             return None
@@ -258,6 +276,11 @@ class GraphRunner:
 
     def _num_bytes(self) -> int:
         return sum(captured.graph.num_bytes for captured in self._captured.values())
+
+
+def full(taken: int, most: int) -> str:
+    """Why no more is captured, with both numbers of bytes."""
+    return f"the graphs take {taken / 2**20:.0f} MiB of the {most / 2**20:.0f} that they may"
 
 
 class CudaGraphs:

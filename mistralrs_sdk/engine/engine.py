@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -79,18 +79,23 @@ class Engine:
         runner: Runner,
         *,
         look_ahead: LookAhead | None = None,
+        replay_counts: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {}),
         release_memory: Callable[[], None] = lambda: None,
         log_throughput: bool = False,
         log_steps: bool = False,
     ) -> None:
         """`look_ahead`, over the same scheduler and runner, launches steps early.
 
-        `release_memory` is called when a step ran out of memory and what it held is gone."""
+        `replay_counts` says how many steps were CUDA graphs, and how many not though there are
+        some, by reason. `release_memory` is called when a step ran out of memory and what it held
+        is gone.
+        """
         self.scheduler = scheduler
         self.runner = runner
         self.is_wanted: Callable[[], bool] = lambda: False
         """Asked before a step is launched ahead, which is left: does somebody wait for a pause?"""
         self._look_ahead = look_ahead
+        self._replay_counts = replay_counts
         self._release_memory = release_memory
         self._throughput = ThroughputLog(scheduler.stats()) if log_throughput else None
         self._log_steps = log_steps
@@ -231,15 +236,9 @@ class Engine:
             capacity=self.scheduler.config.max_num_seqs,
             evictions=self.scheduler.num_evictions,
         )
-        if self._look_ahead is None:
-            return counted
-        counts = self._look_ahead.counts
-        return attrs.evolve(
-            counted,
-            steps_ahead=counts.ahead,
-            steps_replayed=counts.replayed,
-            steps_eager=counts.eager,
-        )
+        replayed, eager = self._replay_counts()
+        ahead = 0 if self._look_ahead is None else self._look_ahead.num_ahead
+        return attrs.evolve(counted, steps_ahead=ahead, steps_replayed=replayed, steps_eager=eager)
 
     def _run(self, scheduled: Sequence[Scheduled]) -> Sequence[SampledToken | None]:
         """Run the model; if that fails, the sequences of this step end with the error."""

@@ -10,7 +10,7 @@ import torch
 from mistralrs_sdk.attention.backend import AttentionSpec
 from mistralrs_sdk.attention.flashinfer import PLAN_BYTES, workspace_on
 from mistralrs_sdk.config import EngineConfig
-from mistralrs_sdk.engine.cuda_graphs import CAPTURE_BYTES, MAX_GRAPHS, buckets
+from mistralrs_sdk.engine.cuda_graphs import CAPTURE_BYTES, buckets
 from mistralrs_sdk.engine.pool_size import estimate_activations
 from mistralrs_sdk.models.config import ModelConfig
 
@@ -55,7 +55,7 @@ def kept_memory(
     attention += len(distinct) * _WRAPPERS * WRAPPER_BYTES
     if not config.cuda_graphs:
         return KeptMemory(attention=attention)
-    captured = buckets(config.max_num_seqs)[:MAX_GRAPHS]
+    captured = buckets(config.max_num_seqs)
     blocks = -(-max_model_len // block_size)
     for size in captured:
         # The tables of pages are one set for all specs; see `FlashInferBackend`.

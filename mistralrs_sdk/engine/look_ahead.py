@@ -6,7 +6,7 @@ So the device computes while the host hands tokens out and decides what comes ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -45,22 +45,6 @@ class LaunchingRunner(Protocol):
         """Start the next decode of some of a step's sequences, from the tokens it is drawing."""
         ...
 
-    def replay_counts(self) -> tuple[int, Mapping[str, int]]:
-        """How many steps were replayed from a recording, and how many were not, by reason."""
-        ...
-
-
-@attrs.frozen(kw_only=True)
-class StepCounts:
-    """How steps were computed on a device that goes on while the host does something else."""
-
-    ahead: int
-    """Launched before the tokens of the last one were read."""
-    replayed: int
-    """Replayed as CUDA graphs."""
-    eager: Mapping[str, int]
-    """Not replayed though there are CUDA graphs, by reason."""
-
 
 class LookAhead:
     """Hands the engine one step after the other, launching the next before it reads one.
@@ -73,18 +57,13 @@ class LookAhead:
     """
 
     def __init__(self, scheduler: Scheduler, runner: LaunchingRunner) -> None:
-        self._num_ahead = 0
+        self.num_ahead = 0
+        """Steps that were launched before the tokens of the last one were read."""
         self._scheduler = scheduler
         self._runner = runner
         self._flight: _Flight | None = None
         self._ended: list[tuple[Scheduled, SampledToken | None]] = []
         """Who takes part in the flight for nothing, and its last token."""
-
-    @property
-    def counts(self) -> StepCounts:
-        """How steps were computed since the engine was made."""
-        replayed, eager = self._runner.replay_counts()
-        return StepCounts(ahead=self._num_ahead, replayed=replayed, eager=eager)
 
     def in_flight(self) -> bool:
         """Whether a step was launched ahead and has something to report.
@@ -164,7 +143,7 @@ class LookAhead:
         except Exception:  # an error that stays is met again by the step that is scheduled
             logger.warning("a step could not be launched ahead", exc_info=True)
             return None
-        self._num_ahead += 1
+        self.num_ahead += 1
         return _Flight(step, [(place, item) for place, (_, item) in enumerate(going)])
 
     def _reserve(self, sequences: Sequence[EngineSequence]) -> bool:

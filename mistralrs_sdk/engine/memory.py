@@ -26,7 +26,7 @@ from mistralrs_sdk.errors import ConfigError, ModelLoadError
 from mistralrs_sdk.loading.forms import Form, describe_forms, total_bytes
 from mistralrs_sdk.machine import available_memory, physical_memory
 from mistralrs_sdk.models.decoder import CausalLM
-from mistralrs_sdk.plan import MemoryPlan
+from mistralrs_sdk.plan import DevicePlan, MemoryPlan
 
 _FRACTION = "MISTRALRS_IGPU_MEMORY_FRACTION"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -97,7 +97,9 @@ def plan_memory(
         raise ConfigError(f"max_model_len ({asked}) is longer than the model's context ({context})")
     length = asked or context
     paged = paged_config(config)
-    places, kept = [], []
+    places: list[PoolPlace] = []
+    kept: list[KeptMemory] = []
+    devices: list[DevicePlan] = []
     parts = shares or [_whole(model, config, memory)]
     for share in parts:
         found = None if measured is None else measured.get(share.device)
@@ -126,6 +128,18 @@ def plan_memory(
                 memory=share.memory.after_loading(loaded) if found is None else found.left,
             )
         )
+        devices.append(
+            DevicePlan(
+                device=str(share.device),
+                layers=share.layers,
+                holds_rest=share.holds_rest,
+                free_bytes=share.memory.free,
+                weight_bytes=loaded,
+                activation_bytes=places[-1].activation_bytes,
+                attention_bytes=kept[-1].attention,
+                kv_bytes=0,
+            )
+        )
     kv_per_token = 0 if config.no_kv_cache else sum(place.bytes_per_token for place in places)
     plan = MemoryPlan(
         name=name,
@@ -152,6 +166,7 @@ def plan_memory(
         max_model_len_reason="user" if asked is not None else "model",
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        devices=tuple(devices) if shares else (),
     )
     if config.no_kv_cache:
         return plan
@@ -172,12 +187,17 @@ def plan_memory(
         model_context=context,
         max_model_len=asked,
     )
+    num_tokens = size.num_blocks * paged.block_size
     plan = attrs.evolve(
         plan,
+        devices=tuple(
+            attrs.evolve(each, kv_bytes=num_tokens * place.bytes_per_token)
+            for each, place in zip(plan.devices, places, strict=False)  # none of one device
+        ),
         cache="paged",
         kv_growth=paged.block_size,
         num_blocks=size.num_blocks - 1,
-        kv_bytes=size.num_blocks * paged.block_size * kv_per_token,
+        kv_bytes=num_tokens * kv_per_token,
         kv_reason=size.reason,
         max_model_len=size.max_model_len,
     )

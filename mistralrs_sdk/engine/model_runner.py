@@ -101,7 +101,7 @@ class ModelRunner:
         places = [i for i, item in enumerate(scheduled) if item.samples]
         if not places:
             return None
-        logits = self._logits(lay_out(scheduled, block_size=self.block_size))
+        logits = self.forward(lay_out(scheduled, block_size=self.block_size))
         draw = self._sampler.draw(logits, [scheduled[i].sequence for i in places])
         return LaunchedStep(scheduled, draw, places)
 
@@ -119,7 +119,7 @@ class ModelRunner:
         if len(rows) < len(input_ids):
             input_ids = input_ids.index_select(0, self.transfers.send(torch.tensor(rows)))
         step.draw.keep_logits()
-        logits = self._logits(lay_out_next(sequences, block_size=self.block_size), input_ids)
+        logits = self.forward(lay_out_next(sequences, block_size=self.block_size), input_ids)
         draw = self._sampler.draw(logits, sequences, ahead=1)
         return LaunchedStep(scheduled, draw, range(len(scheduled)))
 
@@ -144,7 +144,7 @@ class ModelRunner:
         if launched is not None:
             return launched.read()
         lists = lay_out(scheduled, block_size=self.block_size)
-        logits = self._logits(lists, adapted=adapted)
+        logits = self.forward(lists, adapted=adapted)
         if any([item.sequence.request.raw_logits for item in scheduled]):
             return _with_prompt_logits(logits, scheduled)
         rows = [sampler_row(item.sequence) for item in scheduled if item.samples]
@@ -154,10 +154,13 @@ class ModelRunner:
         rest = iter(drawn)
         return [next(rest) if item.samples else None for item in scheduled]
 
-    def _logits(
+    def forward(
         self, lists: BatchLists, input_ids: Tensor | None = None, *, adapted: bool = False
     ) -> Tensor:
-        """Run the model, recorded if it can be; `input_ids` if only the device knows them."""
+        """Run the model, recorded if it can be; `input_ids` if only the device knows them.
+
+        Returns the logits, good until the next call. With `adapted` an adapter takes part.
+        """
         logits = None
         if self.tapes is not None:
             logits = self.tapes.run(lists, adapted=adapted)
@@ -166,11 +169,11 @@ class ModelRunner:
         if logits is not None:
             return logits
         if self.transfers is None:
-            return self._forward(lists.batch(self.device))
-        return self._forward(_send(lists, input_ids, self.transfers))
+            return self._eager(lists.batch(self.device))
+        return self._eager(_send(lists, input_ids, self.transfers))
 
     @torch.inference_mode()  # a replayed step has no use for it, and entering it takes a while
-    def _forward(self, batch: Batch) -> Tensor:
+    def _eager(self, batch: Batch) -> Tensor:
         self.backend.plan(batch)
         return self.model(batch, self.backend)
 

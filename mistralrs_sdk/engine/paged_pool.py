@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -40,12 +40,9 @@ def make_pool(
     plan = settled.plan
     assert plan.block_size is not None, "planned with pages"
     config = attrs.evolve(settled.config, max_model_len=plan.max_model_len)
-    runs = [(settled.device, range(len(model.specs)))]
-    if settled.places is not None:
-        runs = list(settled.places.runs)
     parts = []
-    for device, layers in runs:
-        specs = model.specs[layers.start : layers.stop]
+    for device, layers in _layers_by_device(settled, model).items():
+        specs = [model.specs[layer] for layer in layers]
         try:
             cache = PagedKVCache(
                 specs,
@@ -73,10 +70,17 @@ def without_cache(settled: Settled) -> AttentionBackend:
         return UncachedSdpaBackend()
     return MappedBackend(
         [
-            MappedPart(device=device, layers=layers, backend=UncachedSdpaBackend())
-            for device, layers in settled.places.runs
+            MappedPart(device=share.device, layers=share.layers, backend=UncachedSdpaBackend())
+            for share in settled.places.shares
         ]
     )
+
+
+def _layers_by_device(settled: Settled, model: CausalLM) -> Mapping[torch.device, Sequence[int]]:
+    """A device with several runs of layers has one cache, and one backend with its workspace."""
+    if settled.places is None:
+        return {settled.device: range(len(model.specs))}
+    return {share.device: share.layers for share in settled.places.shares}
 
 
 def with_measured_plan(settled: Settled, model: CausalLM, origins: dict[str, str]) -> Settled:

@@ -20,6 +20,8 @@ from mistralrs_sdk.engine.rank_place import RankPlace
 logger = logging.getLogger("mistralrs_sdk.engine")
 
 _TAIL_LINES = 40
+_FATAL = "Fatal Python error"
+"""What faulthandler begins with; the stacks of all threads that follow may be longer than that."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from mistralrs_sdk.engine.worker import main; main()"
@@ -62,6 +64,7 @@ class RankProcess:
         """Start it on a task, which is pickled to its standard input: it may hold a token."""
         self.rank = task.place.rank
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._fatal: str | None = None
         passed = () if task.connection is None else (task.connection,)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps(sys.path)],
@@ -97,6 +100,8 @@ class RankProcess:
         if code is not None and code < 0:
             how = f"was ended by signal {-code}"
         lines = list(self._lines)
+        if self._fatal is not None and self._fatal not in lines:
+            lines = [self._fatal, "...", *lines]
         said = "\n".join(["its last output was:", *lines]) if lines else "it wrote nothing"
         return f"{how}; {said}"
 
@@ -117,4 +122,6 @@ class RankProcess:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip()
                 self._lines.append(line)
+                if line.startswith(_FATAL):
+                    self._fatal = line
                 logger.info("rank %d: %s", self.rank, line)

@@ -29,6 +29,8 @@ def fingerprint(settled: Settled) -> str:
         plan.kv_growth,
         sorted({kind for form in settled.forms.values() for kind in form.types}),
         str(config.isq),
+        config.max_num_seqs,
+        config.cuda_graphs,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
@@ -50,7 +52,9 @@ def with_pool(plan: MemoryPlan, num_blocks: int, max_model_len: int, context: in
     )
 
 
-def without_recordings(runner: ModelRunner) -> ModelRunner:
-    """A runner of one rank: what is recorded would leave out what the ranks say to each other."""
-    runner.tapes = runner.graphs = None
+def in_step(runner: ModelRunner) -> ModelRunner:
+    """A runner of one rank: a tape would leave out what the ranks say to each other."""
+    runner.tapes = None
+    if runner.graphs is not None:
+        runner.graphs.together = True
     return runner

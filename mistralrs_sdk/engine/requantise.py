@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from mistralrs_sdk.config import EngineConfig, ModelSource, Progress
 from mistralrs_sdk.engine.build import EngineInfo
 from mistralrs_sdk.engine.engine import Engine
+from mistralrs_sdk.engine.memory import release_cached
 from mistralrs_sdk.engine.model_runner import ModelRunner
-from mistralrs_sdk.engine.settle import TORCH_DTYPES, refuse_quantising
+from mistralrs_sdk.engine.quantising import has_device_kernels, refuse_quantising
+from mistralrs_sdk.engine.settle import TORCH_DTYPES
 from mistralrs_sdk.errors import (
     ConfigError,
     EngineClosedError,
@@ -132,7 +134,8 @@ class Requantiser:
                 )
         runner = cast(ModelRunner, engine.runner)
         model = cast(CausalLM, runner.model)
-        refuse_quantising("re_isq_model", device=runner.device, dtype=self.info.config.dtype)
+        device, dtype_kind = runner.device, self.info.config.dtype
+        refuse_quantising("re_isq_model", [isq], device=device, dtype=dtype_kind)
         imatrix = self._imatrix_for(isq)
         config = attrs.evolve(self.info.config, isq=isq, imatrix=imatrix)
         checkpoint = self._files.reopen()
@@ -145,11 +148,11 @@ class Requantiser:
             checkpoint,
             dtype=dtype,
             packing=self.info.packing,
-            target=quantise_target(config.isq, config.topology),
+            target=quantise_target(config.isq, config.topology, on_cuda=has_device_kernels(device)),
         )
         kept = dict(self.info.forms)
         changed = [name for name, form in wanted.items() if form != kept[name]]
-        self._refuse_size(changed, wanted, checkpoint.tensors, isq=isq, device=runner.device)
+        self._refuse_size(changed, wanted, checkpoint.tensors, isq=isq, device=device)
         if changed:
             engine.scheduler.forget_kv()
             runner.forget_recordings()
@@ -171,7 +174,7 @@ class Requantiser:
                         tensors=checkpoint.tensors,
                         importance=importance,
                         dtype=dtype,
-                        device=runner.device,
+                        device=device,
                     )
                     kept[name] = forms_as_kept({name: wanted[name]}, model, dtype=dtype)[name]
                     done += 1
@@ -184,6 +187,7 @@ class Requantiser:
             raise ModelLoadError(_failure(reached, error)) from error
         finally:
             _give_memory_back()
+            release_cached(device)
         self._describe(config, kept, isq="re_isq_model")
 
     def _imatrix_for(self, isq: Isq) -> str | None:

@@ -17,24 +17,25 @@ from mistralrs_sdk.engine.memory import device_memory, plan_memory, require_room
 from mistralrs_sdk.engine.paged_attention import TORCH_DTYPES, KvDType, choose_attention
 from mistralrs_sdk.engine.pool_size import DeviceMemory
 from mistralrs_sdk.engine.prompt_batch import CPU_MIXED_PROMPT_TOKENS
+from mistralrs_sdk.engine.quantising import (
+    asked_target,
+    packing_of,
+    refuse_places,
+    warn_of_expanded,
+)
 from mistralrs_sdk.errors import ConfigError, UnsupportedError
-from mistralrs_sdk.kernels import native
 from mistralrs_sdk.layers.lora import LoraLayers
 from mistralrs_sdk.loading.checkpoint import Checkpoint
 from mistralrs_sdk.loading.forms import (
     Form,
     Packing,
-    Target,
     choose_forms,
-    choose_packing,
-    quantise_target,
 )
 from mistralrs_sdk.loading.loader import bytes_to_load, check_weights_fit, prepare_model
 from mistralrs_sdk.loading.shards import refuse_split_blocks, shard_checkpoint, whole_target
 from mistralrs_sdk.models.decoder import CausalLM
 from mistralrs_sdk.models.parallel import Part, parts_of, share_on_meta
 from mistralrs_sdk.plan import MemoryPlan
-from mistralrs_sdk.quant import half
 from mistralrs_sdk.quant.isq import refuse_unused
 
 logger = logging.getLogger("mistralrs_sdk.engine")
@@ -89,10 +90,10 @@ def settle(
     dtype = TORCH_DTYPES[kind]
     config = attrs.evolve(config, device=str(device), dtype=kind)
     model = prepare_model(checkpoint)
-    target = _quantise_target(config, device)
+    target = asked_target(config, device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     parts: Mapping[str, Part] = {}
-    packing = _choose_packing(device, origins)
+    packing = packing_of(checkpoint, config, device, origins)
     if parallel.size > 1:
         parts, target = parts_of(model, parallel), whole_target(target, checkpoint)
         refuse_split_blocks(checkpoint, parts, parallel, packing=packing, target=target)
@@ -101,6 +102,7 @@ def settle(
     if config.topology is not None:
         matrices = [part for form in forms.values() if form.is_matrix for part in form.parts]
         refuse_unused(config.topology, [part.removesuffix(".weight") for part in matrices])
+    warn_of_expanded(forms, checkpoint.tensors, device)
     memory = _memory_of(device, parallel)
     if config.device_mapping is None:
         check_weights_fit(checkpoint, forms, device=device)
@@ -117,6 +119,8 @@ def settle(
             devices=_devices_like(device),
             memory_of=device_memory,
         )
+        if places is not None:
+            refuse_places(forms, places.device_of)
         config = _with_places(config, places, checkpoint, forms, device=device, origins=origins)
     adapter_bytes = 0
     if adapters is not None and config.lora_adapters:
@@ -151,29 +155,6 @@ def settle(
         plan=plan,
         places=places,
     )
-
-
-def refuse_quantising(asked: str, *, device: torch.device, dtype: ModelDType) -> None:
-    """Refuse what `asked` names unless quantised weights can be computed with.
-
-    Raises:
-        UnsupportedError: they cannot, on this device, in this dtype or without native kernels.
-    """
-    if device.type != "cpu":
-        raise UnsupportedError(
-            f"{asked}: quantised weights are computed with on a CPU only, and the device is "
-            f"{device}; leave it out, or use with_force_cpu()"
-        )
-    if dtype is not ModelDType.F32:
-        raise UnsupportedError(
-            f"{asked}: products with quantised weights are float32, and dtype is "
-            f'{dtype.value}; leave dtype out, or use with_dtype("f32")'
-        )
-    if not native.available():
-        raise UnsupportedError(
-            f"{asked}: quantised weights need the native kernels, and there are none: "
-            f"{native.reason()}"
-        )
 
 
 def _memory_of(device: torch.device, parallel: TensorParallel) -> DeviceMemory:
@@ -294,30 +275,3 @@ def _choose_dtype(
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return ModelDType.BF16
     return ModelDType.F16
-
-
-def _choose_packing(device: torch.device, origins: dict[str, str]) -> Packing:
-    """How the weights are kept; the dtype was chosen before, and its origin says who did."""
-    automatic = origins["dtype"] != "user"
-    if device.type != "cpu" or not automatic:
-        return "none"  # asking for native kernels may compile them
-    packing = choose_packing(
-        device=device.type,
-        automatic=automatic,
-        native=native.reason() if native.available() else None,
-        half=half.available(),
-    )
-    if packing != "none":
-        origins["dtype"] += ", of activations: the weights are packed"
-    return packing
-
-
-def _quantise_target(config: EngineConfig, device: torch.device) -> Target:
-    """What the settings quantise, if this device computes with the result."""
-    layers = () if config.topology is None else [layer.isq for _, layer in config.topology.entries]
-    wanted = {"isq": config.isq is not None, "topology": any(isq is not None for isq in layers)}
-    asked = " and ".join(name for name, there in wanted.items() if there)
-    if not asked:
-        return quantise_target(None, None)
-    refuse_quantising(asked, device=device, dtype=config.dtype)
-    return quantise_target(config.isq, config.topology)

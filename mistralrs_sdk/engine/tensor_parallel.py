@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from mistralrs_sdk._version import __version__
-from mistralrs_sdk.attention.backend import AttentionBackend, Batch
 from mistralrs_sdk.config import EngineConfig, ModelSource
 from mistralrs_sdk.distributed import TensorParallel, nccl_unique_id
+from mistralrs_sdk.engine.leading_runner import LeadingRunner
 from mistralrs_sdk.engine.model_runner import ModelRunner, lay_out
 from mistralrs_sdk.engine.rank_channel import Channel
+from mistralrs_sdk.engine.rank_graphs import capture_as_leader
 from mistralrs_sdk.engine.rank_meeting import MEETING_TIMEOUT, Meeting, device_of, file_store, join
 from mistralrs_sdk.engine.rank_place import RankPlace, place_of, refuse_without_nccl
 from mistralrs_sdk.engine.rank_processes import RankProcess, RankTask, start_neighbours
@@ -29,10 +29,9 @@ from mistralrs_sdk.engine.rank_terms import (
     CLOSE_TIMEOUT_S,
     NOTICE_S,
     fingerprint,
+    in_step,
     with_pool,
-    without_recordings,
 )
-from mistralrs_sdk.engine.request import SampledToken
 from mistralrs_sdk.engine.scheduler import Scheduled
 from mistralrs_sdk.engine.settle import Settled
 from mistralrs_sdk.errors import ConfigError, EngineClosedError, ModelLoadError
@@ -140,9 +139,15 @@ class Leader:
         address = address or "127.0.0.1"
         nccl_id = nccl_unique_id().hex() if self.device.type == "cuda" else None
         self._tell(address=address, nccl_id=nccl_id)
-        self.parallel = join(
-            self._place, device=self.device, store=store, address=address, nccl_id=nccl_id
-        )
+        try:
+            self.parallel = join(
+                self._place, device=self.device, store=store, address=address, nccl_id=nccl_id
+            )
+        except ModelLoadError as error:
+            theirs = self._failure()
+            if theirs is None:
+                raise
+            raise theirs from error
 
     def agree(self, settled: Settled) -> MemoryPlan:
         """Take the smallest pool and context of all ranks, and refuse unlike settings."""
@@ -161,9 +166,16 @@ class Leader:
         return with_pool(plan, blocks, length, settled.model.config.max_position_embeddings)
 
     def ready(self, runner: ModelRunner) -> LeadingRunner:
-        """Wait until the others have read their weights, too."""
+        """Wait until the others have read their weights, too, and capture graphs with them."""
         for rank in self._channels:
             self._hear(rank, "ready")
+        graphs = in_step(runner).graphs
+        if graphs is not None:
+            # NCCL does not end while there are graphs that captured its calls.
+            self._cleanup.callback(graphs.clear)
+            capture_as_leader(
+                graphs, self._channels, tell=self._tell, hear=self._hear, failure=self._failure
+            )
         return LeadingRunner(runner, self)
 
     def send_step(self, scheduled: Sequence[Scheduled], *, block_size: int | None) -> None:
@@ -317,7 +329,7 @@ class Leader:
             try:
                 channel.send(**words)
             except OSError as error:
-                raise self._failed(rank, str(error)) from error
+                raise self._failure() or self._failed(rank, str(error)) from error
 
     def _hear(self, rank: int, key: str) -> Mapping[str, Any]:
         """Wait for the next message of a rank that is loading; it must have this key."""
@@ -334,6 +346,19 @@ class Leader:
             raise self._failed(rank, str(words.get("failed", words)))
         return words
 
+    def _failure(self) -> ModelLoadError | None:
+        """What another rank says that has ended, and so may have let a wait of this one go."""
+        for rank, channel in self._channels.items():
+            if not channel.has_message(NOTICE_S):
+                continue
+            try:
+                words = channel.receive()
+            except EOFError as error:
+                return self._failed(rank, str(error))
+            if isinstance(words, Mapping) and "failed" in words:
+                return self._failed(rank, str(words["failed"]))
+        return None
+
     def _failed(self, rank: int, why: str) -> ModelLoadError:
         said = f" ({why})" if why else ""
         return ModelLoadError(
@@ -345,54 +370,3 @@ class Leader:
         if process is None:
             return "closed its connection, or its machine is gone; its own output says more"
         return process.last_words(NOTICE_S)
-
-
-class LeadingRunner:
-    """Runs rank 0's share of each step, and has the others run theirs."""
-
-    def __init__(self, inner: ModelRunner, leader: Leader) -> None:
-        self._model = _CountedModel(inner.model)
-        self._inner = without_recordings(inner)
-        inner.model = self._model
-        self._leader = leader
-        self._sent = 0
-        # Whoever drops the engine has closed it, or it has failed: no rank outlives it.
-        weakref.finalize(self, leader.close).atexit = False
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The processes of the ranks that were started here."""
-        return self._leader.pids
-
-    def run(self, scheduled: Sequence[Scheduled]) -> Sequence[SampledToken | None]:
-        """Compute the step on all ranks; as `ModelRunner.run`.
-
-        Raises:
-            RankLost: a rank is gone, or this one failed while the others went on.
-        """
-        if self._leader.has_lost:
-            raise self._leader.lost()
-        self._leader.send_step(scheduled, block_size=self._inner.block_size)
-        self._sent += 1
-        try:
-            drawn = self._inner.run(scheduled)
-        except Exception as error:
-            if self._model.calls == self._sent and not self._leader.has_lost:
-                raise  # after the forward: all ranks are where they should be
-            raise self._leader.lost(error) from error
-        if self._leader.has_lost:  # what was waiting for it has been let go, with nonsense
-            raise self._leader.lost()
-        return drawn
-
-
-class _CountedModel:
-    """The model, and how many of its forwards came to their end."""
-
-    def __init__(self, model: Callable[[Batch, AttentionBackend], Tensor]) -> None:
-        self._model = model
-        self.calls = 0
-
-    def __call__(self, batch: Batch, backend: AttentionBackend) -> Tensor:
-        logits = self._model(batch, backend)
-        self.calls += 1
-        return logits

@@ -24,6 +24,7 @@ from mistralrs_sdk.distributed import TensorParallel
 from mistralrs_sdk.engine.build import build_engine
 from mistralrs_sdk.engine.model_runner import ModelRunner
 from mistralrs_sdk.engine.rank_channel import Channel
+from mistralrs_sdk.engine.rank_graphs import capture_as_follower
 from mistralrs_sdk.engine.rank_meeting import Meeting, device_of, file_store, join
 from mistralrs_sdk.engine.rank_place import RankPlace
 from mistralrs_sdk.engine.rank_processes import RankTask, start_neighbours
@@ -31,8 +32,8 @@ from mistralrs_sdk.engine.rank_terms import (
     CLOSE_TIMEOUT_S,
     NOTICE_S,
     fingerprint,
+    in_step,
     with_pool,
-    without_recordings,
 )
 from mistralrs_sdk.engine.settle import Settled
 from mistralrs_sdk.errors import EngineClosedError, EngineDeadError, MistralRsError
@@ -87,13 +88,10 @@ def serve(
         follower.close()
 
 
-@torch.inference_mode()
 def follow(runner: ModelRunner, next_step: Callable[[], BatchLists]) -> None:
     """Compute one step after the other; `next_step` raises when there is no more."""
     while True:
-        batch = next_step().batch(runner.device)
-        runner.backend.plan(batch)
-        runner.model(batch, runner.backend)
+        runner.forward(next_step())
 
 
 class Follower:
@@ -134,9 +132,12 @@ class Follower:
         return with_pool(plan, terms["num_blocks"], terms["max_model_len"], context)
 
     def ready(self, runner: ModelRunner) -> ModelRunner:
-        """Tell rank 0 that the weights are read."""
+        """Tell rank 0 that the weights are read, and capture the steps it names."""
         self._channel.send(ready=True)
-        return without_recordings(runner)
+        graphs = in_step(runner).graphs
+        if graphs is not None:
+            capture_as_follower(graphs, self._channel, hear=self._hear)
+        return runner
 
     def next_step(self) -> BatchLists:
         """Wait for the next step.

@@ -76,4 +76,4 @@ def _gather(scores: Tensor, vocab_size: int, parallel: TensorParallel) -> Tensor
     found = parallel.gather(functional.pad(scores, (0, most - own)) if own < most else scores)
     if found is None:
         return scores.new_empty((0, vocab_size))
-    return found.transpose(0, 1).reshape(rows, -1)[:, :vocab_size].contiguous()
+    return found.transpose(0, 1).reshape(rows, parallel.size * most)[:, :vocab_size].contiguous()

@@ -29,6 +29,16 @@ class StoredBlocks:
 
 
 @attrs.frozen(kw_only=True)
+class StoredCodes:
+    """A matrix that is stored in a form that GPUs multiply by, not yet read."""
+
+    kind: str
+    """The form's name, as `device_kinds.kind_of` knows it."""
+    load: Callable[[], tuple[torch.Tensor, ...]]
+    """Reads what that form's `encode` gives."""
+
+
+@attrs.frozen(kw_only=True)
 class TensorSource:
     """One tensor of a checkpoint, not yet read."""
 
@@ -37,6 +47,10 @@ class TensorSource:
     """Reads it: Hugging Face layout, in the file's float type (block-quantised ones in float32)."""
     blocks: StoredBlocks | None = None
     """The same without dequantising, where the file has blocks."""
+    codes: StoredCodes | None = None
+    """The same as GPUs multiply by it, where the file has that."""
+    quantised: str | None = None
+    """What others had quantised it to, in words; blocks say it themselves."""
     load_part: ReadPart | None = None
     """Reads no more than a part, of whole heads; None where all must be read for it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
-from mistralrs_sdk.loading.checkpoint import TensorSource
+from mistralrs_sdk.loading.checkpoint import StoredCodes, TensorSource
 from mistralrs_sdk.loading.stored_tensor import (
     FLOAT_TYPES,
     WAY_OUT,
@@ -28,9 +28,11 @@ from mistralrs_sdk.loading.stored_tensor import (
     scale_block,
     whole,
 )
+from mistralrs_sdk.quant.device_kind import Parts as Encoded
+from mistralrs_sdk.quant.int4_groups import GROUPS, Int4Groups, nibbles
 
 _GPTQ_BITS = (2, 3, 4, 8)
-_AWQ_BITS = 4
+_AWQ_BITS = _INT4_BITS = 4
 _AWQ_COLUMN_AT = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ keeps each of eight columns: words hold them in the order 0, 2, 4, 6, 1, 3, 5, 7."""
 _WORDS = ("I32",)
@@ -116,13 +118,15 @@ def signed_source(
     if order is not None:
         expect(order, shape=(shape[1],), types=_INDICES)
 
-    def load() -> Tensor:
-        words = packed.load()
+    def read_grids() -> tuple[Tensor, Tensor]:
         grid = read_scale(scales, shape, shared)
         if zero is None:  # numbers are stored without a sign: their zero is in the middle
-            zeros = torch.full_like(grid, 1 << (bits - 1))
-        else:
-            zeros = unpack(zero.load().t(), bits, shape[0]).t().to(torch.float32)
+            return grid, torch.full_like(grid, 1 << (bits - 1))
+        return grid, unpack(zero.load().t(), bits, shape[0]).t().to(torch.float32)
+
+    def load() -> Tensor:
+        words = packed.load()
+        grid, zeros = read_grids()
         return dequantise(
             shape,
             rows=lambda start, end: unpack(words[start:end], bits, shape[1]),
@@ -132,7 +136,16 @@ def signed_source(
             columns=_columns(order, shape[1], shared[1], groups),
         )
 
-    return TensorSource(shape=shape, load=load)
+    codes = None
+    if bits == _INT4_BITS and order is None and shared[0] == 1:
+        codes = _int4_codes(
+            "compressed",
+            shared[1],
+            shape[1],
+            numbers=lambda: unpack(packed.load(), bits, shape[1]),
+            grids=read_grids,
+        )
+    return TensorSource(shape=shape, load=load, codes=codes)
 
 
 def _gptq_source(
@@ -162,18 +175,35 @@ def _gptq_source(
         middle = bool(own.get("sym")) and bool((stored == 1 << (bits - 1)).all())
         return (stored + 1) & ((1 << bits) - 1) if zeros_less_one and not middle else stored
 
+    def read_grids() -> tuple[Tensor, Tensor]:
+        return scales.load().t().to(torch.float32), read_zeros().t().to(torch.float32)
+
     def load() -> Tensor:
         words = weight.load().t()
+        grid, zeroes = read_grids()
         return dequantise(
             (out, width),
             rows=lambda start, end: unpack(words[start:end], bits, width),
-            scales=scales.load().t().to(torch.float32),
-            zeros=read_zeros().t().to(torch.float32),
+            scales=grid,
+            zeros=zeroes,
             row_block=1,
             columns=_columns(order, width, size or width, groups),
         )
 
-    return TensorSource(shape=(out, width), load=load)
+    def numbers() -> Tensor:
+        if order is not None and not torch.equal(
+            order.load().to(torch.int64), torch.arange(width) // (size or width)
+        ):
+            raise ModelLoadError(
+                f"tensor {order.name!r} in {order.file} puts columns out of order although "
+                'desc_act is not set: use with_dtype("bf16"), which makes the weights dense'
+            )
+        return unpack(weight.load().t(), bits, width)
+
+    codes = None
+    if bits == _INT4_BITS and (order is None or not own.get("desc_act")):
+        codes = _int4_codes("GPTQ", size or width, width, numbers=numbers, grids=read_grids)
+    return TensorSource(shape=(out, width), load=load, codes=codes)
 
 
 def _awq_source(parts: Parts, *, group_size: int | None) -> TensorSource:
@@ -185,18 +215,54 @@ def _awq_source(parts: Parts, *, group_size: int | None) -> TensorSource:
     expect(scales, shape=(groups, out), types=FLOAT_TYPES)
     expect(zeros, shape=(groups, words), types=_WORDS)
 
+    def read_grids() -> tuple[Tensor, Tensor]:
+        return scales.load().t().to(torch.float32), _unpack_awq(zeros.load()).t().to(torch.float32)
+
     def load() -> Tensor:
         stored = weight.load()
+        grid, zeroes = read_grids()
         return dequantise(
             (out, width),
             rows=lambda start, end: _unpack_awq(stored[:, start // 8 : end // 8]).t(),
-            scales=scales.load().t().to(torch.float32),
-            zeros=_unpack_awq(zeros.load()).t().to(torch.float32),
+            scales=grid,
+            zeros=zeroes,
             row_block=1,
             columns=_columns(None, width, group_size or width, groups),
         )
 
-    return TensorSource(shape=(out, width), load=load)
+    codes = _int4_codes(
+        "AWQ",
+        group_size or width,
+        width,
+        numbers=lambda: _unpack_awq(weight.load()).t(),
+        grids=read_grids,
+    )
+    return TensorSource(shape=(out, width), load=load, codes=codes)
+
+
+def _int4_codes(
+    source: str,
+    size: int,
+    width: int,
+    *,
+    numbers: Callable[[], Tensor],
+    grids: Callable[[], tuple[Tensor, Tensor]],
+) -> StoredCodes | None:
+    """How a GPU keeps 4-bit numbers, uint8 [out, in], in groups of `size`; None if it does not.
+
+    `grids` reads scales and zeros, float32 [out, groups]. Large groups become several smaller ones.
+    """
+    if width % size:
+        return None
+    group = next((known for known in reversed(GROUPS) if size % known == 0), None)
+    if group is None:
+        return None
+
+    def load() -> Encoded:
+        scale, zero = (grid.repeat_interleave(size // group, 1) for grid in grids())
+        return nibbles(numbers()), scale, (8 - zero) * scale
+
+    return StoredCodes(kind=Int4Groups(source, group).name, load=load)
 
 
 def _unpack_awq(words: Tensor) -> Tensor:

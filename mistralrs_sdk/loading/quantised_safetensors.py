@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
 from mistralrs_sdk.loading.checkpoint import TensorSource
 from mistralrs_sdk.loading.compressed_tensors import compressed_scheme
@@ -25,6 +27,7 @@ from mistralrs_sdk.loading.stored_tensor import (
     float_source,
     one_byte_source,
 )
+from mistralrs_sdk.quant.device_kinds import FLOAT8
 
 logger = logging.getLogger("mistralrs_sdk.loading")
 
@@ -81,7 +84,7 @@ def dequantised(
     """The tensors by the names they have in an unquantised checkpoint, and what they were.
 
     Quantised weights load in float32, computed in it from what is stored; others as they are.
-    Activations are never quantised, even if the checkpoint asks for it; a warning says so.
+    Activations are not quantised as the checkpoint may ask for; a warning says so.
 
     Raises:
         UnsupportedError: the method, or the way it was used, is not read here.
@@ -97,7 +100,7 @@ def dequantised(
     try:
         scheme = _SCHEMES[method](settings)
         modules, plain, unused = _sort(stored, scheme)
-        tensors = {f"{module}.weight": scheme.source(parts) for module, parts in modules.items()}
+        tensors = {f"{module}.weight": _source(scheme, parts) for module, parts in modules.items()}
     except (TypeError, AttributeError, ValueError, re.error) as error:  # a file may hold anything
         raise ModelLoadError(
             f"the quantization_config ({method}) holds a value of the wrong type: {error}"
@@ -115,6 +118,8 @@ def dequantised(
     if not modules:
         logger.warning("the config says %s, but no weight is quantised", scheme.words)
     words = f"{scheme.words}, dequantised"
+    if any(tensor.codes is not None for tensor in tensors.values()):
+        words += " unless CUDA keeps it"
     if unused or scheme.quantises_activations:
         words += ", activations not quantised"
         logger.warning(
@@ -123,6 +128,14 @@ def dequantised(
             scheme.words,
         )
     return tensors, words
+
+
+def _source(scheme: Scheme, parts: Parts) -> TensorSource:
+    source = attrs.evolve(scheme.source(parts), quantised=scheme.words)
+    codes = source.codes
+    if codes is not None and codes.kind == FLOAT8.name and not scheme.quantises_activations:
+        return attrs.evolve(source, codes=None)  # multiplying float8 rounds the inputs, too
+    return source
 
 
 def _sort(

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from mistralrs_sdk.distributed import TensorParallel
 from mistralrs_sdk.errors import ConfigError
-from mistralrs_sdk.kernels.matmul import PACKABLE
-from mistralrs_sdk.loading.checkpoint import Checkpoint, ReadPart, StoredBlocks, TensorSource
-from mistralrs_sdk.loading.forms import Packing, Target
+from mistralrs_sdk.loading.checkpoint import (
+    Checkpoint,
+    ReadPart,
+    StoredBlocks,
+    StoredCodes,
+    TensorSource,
+)
+from mistralrs_sdk.loading.forms import Packing, Target, kept_type
 from mistralrs_sdk.models.parallel import Part
+from mistralrs_sdk.quant.device_kind import Parts
+from mistralrs_sdk.quant.device_kinds import kind_of
 from mistralrs_sdk.quant.quantise import stored_type
 
 
@@ -60,7 +67,8 @@ def refuse_split_blocks(
 ) -> None:
     """Refuse parts that begin or end inside of a block of the type a weight will be kept in.
 
-    `checkpoint` is the whole one; `packing` and `target` are what `choose_forms` gets.
+    `checkpoint` is the whole one; `packing` and `target` are what `choose_forms` gets. Where a GPU
+    would only have kept what is stored, and nobody asked for it, such parts are made dense.
 
     Raises:
         ConfigError: naming the column and the size of the blocks.
@@ -69,18 +77,28 @@ def refuse_split_blocks(
         source = checkpoint.tensors.get(name)
         if part.columns is None or source is None:
             continue
-        kept = source.blocks.ggml_type if source.blocks is not None else "F16"
-        if packing != "native" or kept not in PACKABLE:
-            kept = "F16"  # or dense: in both every value stands for itself
-        ggml_type = target(name.removesuffix(".weight"), source.shape[1]) or kept
-        size = stored_type(ggml_type).block_size
-        for border in (part.columns.start, part.columns.stop):
-            if border % size:
-                raise ConfigError(
-                    f"tensor_parallel ({parallel.size}) would cut {name} at column {border}, "
-                    f"inside of a {ggml_type} block of {size} values: use fewer ranks, or weights "
-                    "in a type with smaller blocks"
-                )
+        wanted = target(name.removesuffix(".weight"), source.shape[1])
+        if wanted is None and packing == "native":
+            wanted = kept_type(source, packing)
+        if wanted is None:  # dense: each value stands for itself
+            continue
+        border = _border_within(wanted, part.columns)
+        if border is not None:
+            raise ConfigError(
+                f"tensor_parallel ({parallel.size}) would cut {name} at column {border}, inside of "
+                f"a {wanted} block of {_block_size(wanted)} values: use fewer ranks, or weights in "
+                "a type with smaller blocks"
+            )
+
+
+def _border_within(name: str, columns: range) -> int | None:
+    """Where a part begins or ends inside of a block of that type or form; None if it does not."""
+    size = _block_size(name)
+    return next((border for border in (columns.start, columns.stop) if border % size), None)
+
+
+def _block_size(name: str) -> int:
+    return (kind_of(name) or stored_type(name)).block_size
 
 
 def _cut(source: TensorSource, part: Part) -> TensorSource:
@@ -92,16 +110,41 @@ def _cut(source: TensorSource, part: Part) -> TensorSource:
         shape = (len(rows), len(columns))
     where = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
     load = source.load_part or partial(_cut_from_whole, source)
-    blocks = source.blocks
+    blocks, codes = source.blocks, source.codes
     if blocks is not None:
-        blocks = _cut_blocks(blocks, *where)
-    return TensorSource(shape=shape, load=partial(load, *where), blocks=blocks)
+        whole = _border_within(blocks.ggml_type, columns) is None
+        blocks = _cut_blocks(blocks, *where) if whole else None
+    if codes is not None and _border_within(codes.kind, columns) is not None:
+        codes = None
+    if codes is not None:
+        codes = StoredCodes(
+            kind=codes.kind, load=partial(_cut_codes, codes, source.shape[1], *where)
+        )
+    return TensorSource(
+        shape=shape,
+        load=partial(load, *where),
+        blocks=blocks,
+        codes=codes,
+        quantised=source.quantised,
+    )
 
 
 def _cut_blocks(blocks: StoredBlocks, rows: slice, columns: slice) -> StoredBlocks:
     load: ReadPart | None = blocks.load_part
     assert load is not None, "every reader of blocks reads parts of them"
     return StoredBlocks(ggml_type=blocks.ggml_type, load=partial(load, rows, columns))
+
+
+def _cut_codes(codes: StoredCodes, width: int, rows: slice, columns: slice) -> Parts:
+    """Of each tensor the rows, and of those that have columns, in groups or not, their part."""
+    found = []
+    for tensor in codes.load():
+        part = tensor[rows]
+        if part.dim() == 2:
+            each = width // part.shape[1]
+            part = part[:, columns.start // each : columns.stop // each]
+        found.append(part.contiguous())
+    return tuple(found)
 
 
 def _cut_from_whole(source: TensorSource, rows: slice, columns: slice) -> Tensor:

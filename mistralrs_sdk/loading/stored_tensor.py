@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from mistralrs_sdk.errors import ModelLoadError, UnsupportedError
-from mistralrs_sdk.loading.checkpoint import ReadPart, TensorSource
+from mistralrs_sdk.loading.checkpoint import ReadPart, StoredCodes, TensorSource
+from mistralrs_sdk.quant.device_kind import Parts as Encoded
+from mistralrs_sdk.quant.device_kinds import FLOAT8, INT8
 
 FLOAT_TYPES = ("BF16", "F16", "F32", "F64")
 FLOAT8_TYPES = ("F8_E4M3", "F8_E5M2")
@@ -230,4 +232,11 @@ def one_byte_source(
             columns=torch.arange(shape[1]) // shared[1],
         )
 
-    return TensorSource(shape=shape, load=load)
+    def load_codes() -> Encoded:
+        return weight.load(), read_scale(scales, shape, shared).expand(shape[0], 1).squeeze(1)
+
+    kind = {"F8_E4M3": FLOAT8, "I8": INT8}.get(weight.dtype)
+    codes, by_rows = None, shared in (shape, (1, shape[1]))
+    if kind and zero is None and by_rows and shape[1] % kind.block_size == 0:
+        codes = StoredCodes(kind=kind.name, load=load_codes)
+    return TensorSource(shape=shape, load=load, codes=codes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from mistralrs_sdk.errors import ModelLoadError
 from mistralrs_sdk.loading.checkpoint import TensorSource
 from mistralrs_sdk.loading.forms import Form
+from mistralrs_sdk.quant.device_kind import DeviceKind, Parts
+from mistralrs_sdk.quant.device_kinds import kind_of
+from mistralrs_sdk.quant.device_method import DeviceMethod
+from mistralrs_sdk.quant.int4_groups import Int4Groups
 from mistralrs_sdk.quant.linear_method import DENSE
 from mistralrs_sdk.quant.packed import PackedMethod
-from mistralrs_sdk.quant.quantise import quantise
+from mistralrs_sdk.quant.quantise import quantise, work_bytes
 from mistralrs_sdk.switches import switched_on
 
 logger = logging.getLogger("mistralrs_sdk.loading")
@@ -23,6 +27,9 @@ logger = logging.getLogger("mistralrs_sdk.loading")
 SINGLE_THREAD = "MISTRALRS_ISQ_SINGLETHREAD"
 
 _GREATEST_HALF = torch.finfo(torch.float16).max
+
+_ENCODED_VALUES = 1 << 24
+"""Of a weight that a GPU quantises, so many are there in floats at a time."""
 
 
 def fill(
@@ -46,6 +53,9 @@ def fill(
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     method = form.method
+    if isinstance(method, DeviceMethod):
+        method.from_encoded(module, _encoded(form, tensors, device=device, importance=importance))
+        return
     if isinstance(method, PackedMethod):
         blocks = _read_blocks(form, method, tensors, importance or {})
         if blocks is not None:
@@ -67,8 +77,46 @@ def bytes_to_read(form: Form, tensors: Mapping[str, TensorSource]) -> int:
     read = values * torch.float32.itemsize  # a part as it is read, at most
     if form.method is None:
         return read
+    if isinstance(form.method, DeviceMethod):
+        # Of the GPU: what is quantised at a time, as it is read and as the quantiser turns it; and
+        # everything that was encoded before, which is copied once in order to be packed.
+        some = min(values, _ENCODED_VALUES)
+        return some * 2 * torch.float32.itemsize + work_bytes(some) + 2 * form.num_bytes
     # A packed weight is put in order from its blocks, which are copied once for it.
     return read + 2 * form.num_bytes
+
+
+def _encoded(
+    form: Form,
+    tensors: Mapping[str, TensorSource],
+    *,
+    device: torch.device,
+    importance: Mapping[str, Tensor] | None,
+) -> Iterator[tuple[Parts, int]]:
+    """The parts as their forms encode them, on the device, some rows at a time; and how many."""
+    for part, name in zip(form.parts, form.types, strict=True):
+        source, kind = tensors[part], kind_of(name)
+        assert kind is not None, "chosen so"
+        rows, columns = source.shape
+        if source.codes is not None and source.codes.kind == name:
+            yield tuple(tensor.to(device) for tensor in source.codes.load()), rows
+            continue
+        step = max(_ENCODED_VALUES // columns, 1)
+        blocks = source.blocks
+        if isinstance(kind, Int4Groups) and blocks is not None and blocks.ggml_type == kind.source:
+            for some in blocks.load().split(step):
+                yield kind.encode_blocks(some.to(device), columns), len(some)
+            continue
+        weights = None if importance is None else importance.get(part)
+        for some in source.load().split(step):
+            yield _encode(kind, some.to(device), name=part, importance=weights), len(some)
+
+
+def _encode(kind: DeviceKind, weight: Tensor, *, name: str, importance: Tensor | None) -> Parts:
+    try:
+        return kind.encode(weight, importance)
+    except ValueError as error:
+        raise ModelLoadError(f"{name} cannot be quantised to {kind.name}: {error}") from error
 
 
 def _read_blocks(

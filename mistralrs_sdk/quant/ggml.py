@@ -274,6 +274,33 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
     out.unflatten(1, (16, 16)).sub_(32).mul_(factors.unsqueeze(-1))
 
 
+def group_parameters(blocks: Tensor, ggml_type: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Of 4-bit blocks uint8 [any, bytes of whole blocks]: q, scale and offset of each group of 32.
+
+    A value is scale * (q - 8) + offset. q is uint8 [groups, 32], the others float32 [groups].
+
+    Raises: UnsupportedError for other types than Q4_0, Q4_1 (of which HQQ4's are) and Q4_K.
+    """
+    kind = "Q4_1" if ggml_type == "HQQ4" else ggml_type
+    sizes = {known.name: known.block_bytes for known in GGML_TYPES.values()}
+    if kind == "Q4_K":
+        raw = blocks.reshape(-1, sizes[kind])
+        q = torch.empty((len(raw), 4, 2, 32), dtype=torch.uint8, device=raw.device)
+        packed = raw[:, 16:].unflatten(1, (4, 32))
+        q[:, :, 0], q[:, :, 1] = packed & 15, packed >> 4
+        scales, minima = _six_bit_pairs(raw[:, 4:16])
+        scale, low = (_scale(raw, 0) * scales).flatten(), -(_scale(raw, 2) * minima).flatten()
+        return q.view(-1, 32), scale, low + 8 * scale
+    if kind not in ("Q4_0", "Q4_1"):
+        raise UnsupportedError(f"{ggml_type} blocks are no groups of 4 bits")
+    raw = blocks.reshape(-1, sizes[kind])
+    q = torch.empty((len(raw), 32), dtype=torch.uint8, device=raw.device)
+    _fill_nibbles(raw[:, sizes[kind] - 16 :], q)
+    scale = _scale(raw, 0).flatten()
+    offset = torch.zeros_like(scale) if kind == "Q4_0" else _scale(raw, 2).flatten() + 8 * scale
+    return q, scale, offset
+
+
 _KERNELS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

@@ -63,8 +63,11 @@ _FALLBACKS = MappingProxyType(
 _MAX_HALF = 65504.0
 
 # Temporary tensors have 1 MB each at most: they stay in the cache, and a big weight never needs
-# memory for all of its rows. At most twenty of them live at once.
+# memory for all of its rows. At most twenty of them live at once. On a GPU launching a kernel costs
+# as much as computing 16 MB.
 _CHUNK_VALUES = 1 << 18
+_GPU_CHUNK_VALUES = 1 << 22
+_CHUNKS = 20
 
 
 @torch.no_grad()
@@ -96,7 +99,8 @@ def quantise(weight: Tensor, ggml_type: str, *, importance: Tensor | None = None
     if weights is not None:
         weights = weights.to(weight.device).view(-1, 256) if ggml_type in WEIGHTED else None
     out = torch.empty((len(values), kind.block_bytes), dtype=torch.uint8, device=weight.device)
-    step = _CHUNK_VALUES // kind.block_size
+    most = _CHUNK_VALUES if weight.device.type == "cpu" else _GPU_CHUNK_VALUES
+    step = most // kind.block_size
     for start in range(0, len(values), step):
         chunk = values[start : start + step].to(torch.float32)
         _check_values(chunk)
@@ -106,6 +110,11 @@ def quantise(weight: Tensor, ggml_type: str, *, importance: Tensor | None = None
             share = weights[positions % len(weights)]
         out[start : start + step] = _QUANTISERS[ggml_type](chunk, share)
     return out.view(rows, kind.num_bytes(size))
+
+
+def work_bytes(num_values: int) -> int:
+    """Memory that `quantise` needs on a GPU besides weight and result."""
+    return _CHUNKS * min(num_values, _GPU_CHUNK_VALUES) * torch.float32.itemsize
 
 
 def stored_type(ggml_type: str) -> GgmlType:

@@ -19,12 +19,16 @@ from mistralrs_sdk import (
 from mistralrs_sdk.server.errors import HttpError, known_model, read_json
 from mistralrs_sdk.server.sse import unless_disconnected
 from mistralrs_sdk.server.targets import label_model
+from mistralrs_sdk.server.translation import check_keys
 
 _CONFLICTS = (
     *("runtime_unavailable", "already_loaded", "generation_mismatch"),
     *("adapter_limit", "byte_limit"),
 )
 """What is wrong with the state of the server, not with the request."""
+
+_UNLOADING = ("lora_name", "expected_generation", "model")
+_LOADING = (*_UNLOADING, "lora_path", "revision", "load_inplace")
 
 
 def routes(*, may_change: bool) -> list[Route]:
@@ -62,6 +66,7 @@ async def list_adapters(request: Request) -> JSONResponse:
 async def load_adapter(request: Request) -> JSONResponse:
     """Load an adapter under a name, in place of another of that name if that is asked for."""
     body = await read_json(request)
+    check_keys(body, known=_LOADING, refused={})
     alias, model_id = _named(request, body)
     source = body.get("lora_path")
     if not isinstance(source, str) or not source:
@@ -87,6 +92,7 @@ async def load_adapter(request: Request) -> JSONResponse:
 async def unload_adapter(request: Request) -> JSONResponse:
     """Take an adapter's name away; requests that run go on with it."""
     body = await read_json(request)
+    check_keys(body, known=_UNLOADING, refused={})
     alias, model_id = _named(request, body)
     generation = _text(body, "expected_generation")
     model: Model = request.app.state.model

@@ -32,6 +32,7 @@ from mistralrs_sdk.server import (
 )
 from mistralrs_sdk.server.errors import HttpError, error_response, route_path
 from mistralrs_sdk.server.middleware import CatchErrors, Observe, RequireKey
+from mistralrs_sdk.server.origins import RefuseForeignNames, RefuseForeignPages
 from mistralrs_sdk.server.responses_store import ResponsesStore
 from mistralrs_sdk.server.settings import ServerSettings
 
@@ -107,11 +108,17 @@ def _middleware(settings: ServerSettings, counted: metrics.ServerMetrics) -> lis
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id"],
+                expose_headers=["retry-after", "x-request-id", "x-should-retry"],
+                allow_private_network=True,
             )
         )
     layers.append(Middleware(CatchErrors))
-    if settings.api_key is not None:
+    if settings.allowed_hosts is not None:
+        layers.append(Middleware(RefuseForeignNames, allowed_hosts=settings.allowed_hosts))
+    if settings.api_key is None:
+        # no browser adds a key by itself, as it does cookies: who sends one means it
+        layers.append(Middleware(RefuseForeignPages, cors_origins=settings.cors_origins))
+    else:
         open_paths = _OPEN_PATHS | (web_page.PUBLIC_PATHS if settings.web_page else frozenset())
         layers.append(Middleware(RequireKey, key=settings.api_key, open_paths=open_paths))
     return layers

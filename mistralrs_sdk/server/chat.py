@@ -16,13 +16,13 @@ from mistralrs_sdk import (
     AgentToolApproval,
     ChatCompletionChunkResponse,
     ChatStream,
-    RequestError,
     ToolLoopStream,
 )
 from mistralrs_sdk.server.approvals import EVENT, Asking, approval_data
 from mistralrs_sdk.server.errors import HttpError, read_json
 from mistralrs_sdk.server.sse import event, event_stream, unless_disconnected
 from mistralrs_sdk.server.targets import Target, find_target
+from mistralrs_sdk.server.translation import check_keys, invalid, mapping, switch
 
 
 def routes() -> list[Route]:
@@ -49,7 +49,7 @@ async def create_chat_completion(request: Request) -> Response:
             done="[DONE]",
             keep_alive=request.app.state.settings.keep_alive_seconds,
         )
-    if asks:
+    if asks and target.body.get("agent_permission") == AgentPermission.ASK:
         raise HttpError(
             400,
             '"agent_permission" ("ask") needs "stream": true: the stream is where it is asked',
@@ -76,44 +76,41 @@ def prepare_chat(request: Request, body: dict[str, Any]) -> dict[str, Any]:
             '"tool_dispatch_url" is for the server to set: start it with --tool-dispatch-url',
             param="tool_dispatch_url",
         )
-    _require_json_of_code(request, body)
     if settings.tool_dispatch_url is not None:
         body = {**body, "tool_dispatch_url": settings.tool_dispatch_url}
     if settings.max_tool_rounds is not None and body.get("max_tool_rounds") is None:
         body = {**body, "max_tool_rounds": settings.max_tool_rounds}
+    if settings.agent_permission is not AgentPermission.AUTO:
+        permission = _stricter(settings.agent_permission, body.get("agent_permission"))
+        body = {**body, "agent_permission": permission}
     return body
 
 
-def _require_json_of_code(request: Request, body: dict[str, Any]) -> None:
-    """Refuse to run code for a body not declared JSON: any web page can make a browser send that.
-
-    For JSON a browser asks first, and only the pages of `cors_origins` are told yes.
-    """
-    if "json" in request.headers.get("content-type", "").lower():
-        return
-    for key in ("enable_code_execution", "enable_shell"):
-        if body.get(key):
-            raise HttpError(
-                400, f'"{key}" needs the header "content-type: application/json"', param=key
-            )
+def _stricter(ours: AgentPermission, asked: Any) -> Any:
+    """The permission that lets less run; what is none is left for the request to be refused."""
+    order: list[Any] = list(AgentPermission)
+    if asked is None or (asked in order and order.index(asked) < order.index(ours)):
+        return ours
+    return asked
 
 
 def wants_usage(body: dict[str, Any]) -> bool:
     """Whether a stream is to end with a chunk that holds the usage.
 
     Raises:
-        RequestError: "stream_options" is not what it should be.
+        HttpError: "stream_options" is not what it should be, or there is no stream.
     """
-    options = body.get("stream_options")
-    if options is None:
+    if body.get("stream_options") is None:
         return False
-    wanted = options.get("include_usage") if isinstance(options, dict) else options
-    if wanted is not None and not isinstance(wanted, bool):
-        raise RequestError(
-            f'"stream_options" ({options!r:.80}) must be an object such as '
-            '{"include_usage": true}'
-        )
-    return bool(wanted)
+    options = check_keys(
+        mapping("stream_options", body["stream_options"]),
+        known=("include_usage",),
+        refused={"include_obfuscation": "events are not padded here"},
+    )
+    wanted = switch("stream_options.include_usage", options.get("include_usage", False))
+    if wanted and body.get("stream") is not True:
+        raise invalid("stream_options", 'has no effect without "stream": true')
+    return wanted
 
 
 async def _events(

@@ -253,7 +253,12 @@ def _bias(bias: Any) -> dict[Any, float] | None:
         return None
     if not isinstance(bias, dict):
         raise RequestError(f'"logit_bias" ({bias!r:.80}) must be an object of token ids')
-    return {int(token) if token.isdecimal() else token: value for token, value in bias.items()}
+    return {_token(text): value for text, value in bias.items()}
+
+
+def _token(text: str) -> int | str:
+    """The id a key of JSON stands for; what is none is refused as it came."""
+    return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
 def _dry(body: Mapping[str, Any]) -> DrySamplingParams | None:

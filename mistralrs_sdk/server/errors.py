@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +38,8 @@ CLIENT_GONE = 499
 
 _DISCARDED = 2**20
 """What is read of a body beyond the limit: many clients read the answer only when all is sent."""
+
+_LONG_NUMBER = re.compile(rb"\d{300}")
 
 _TYPES = {
     400: "invalid_request_error",
@@ -163,7 +168,10 @@ async def read_json(request: Request, limit: int | None = None) -> dict[str, Any
     most: int = request.app.state.settings.max_body_bytes if limit is None else limit
     body = await read_body(request, most)
     try:
-        data = json.loads(body, parse_constant=_refuse_constant)
+        whole = _whole if _LONG_NUMBER.search(body) else int  # a call for each takes its time
+        data = json.loads(
+            body, parse_constant=_refuse_constant, parse_float=_finite, parse_int=whole
+        )
         if b"\\u" in body:  # half a surrogate pair passes as JSON and fails wherever it is encoded
             json.dumps(data, ensure_ascii=False).encode()
     except RecursionError:
@@ -195,6 +203,7 @@ async def read_body(request: Request, limit: int) -> bytes:
                 parts.append(part)
             elif size > limit + _DISCARDED:
                 break
+    request.state.body_bytes = size
     if max(size, announced) > limit:
         # what may still be on its way would be taken for the next request
         raise HttpError(
@@ -243,6 +252,20 @@ def _body(error: HttpError, exc: BaseException) -> dict[str, Any]:
     if partial is not None and hasattr(partial, "to_dict"):
         told["partial_response"] = partial.to_dict()
     return {"error": told}
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):  # it could not be written as JSON again, in an answer or a prompt
+        raise ValueError(f"{text:.80} is too large a number")
+    return number
+
+
+def _whole(text: str) -> int:
+    """A whole number that a float can be made of, as is done with most."""
+    if len(text) > sys.float_info.max_10_exp:
+        raise ValueError(f"{text:.20}... is too large a number")
+    return int(text)
 
 
 def _refuse_constant(name: str) -> None:

@@ -28,7 +28,7 @@ from mistralrs_sdk import (
     ModelStatus,
 )
 from mistralrs_sdk.server.errors import HttpError
-from mistralrs_sdk.server.middleware import HOUSEKEEPING, Exchange
+from mistralrs_sdk.server.middleware import Exchange
 
 _SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -80,7 +80,7 @@ class ServerMetrics:
     def ended(self, exchange: Exchange, seconds: float) -> None:
         """A request was answered, or its client left."""
         self._open.discard(exchange)
-        if exchange.scope["path"] in HOUSEKEEPING:
+        if exchange.housekeeping:
             return
         labels = (exchange.method, exchange.route, exchange.model)
         self._requests.labels(*labels, str(exchange.status)).inc()
@@ -108,9 +108,7 @@ class ServerMetrics:
             labels=("method", "path", "model"),
         )
         counts = Tally(
-            (each.method, each.route, each.model)
-            for each in self._open
-            if each.scope["path"] not in HOUSEKEEPING
+            (each.method, each.route, each.model) for each in self._open if not each.housekeeping
         )
         for labels, count in counts.items():
             in_flight.add_metric(labels, count)

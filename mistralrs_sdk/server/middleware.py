@@ -23,6 +23,8 @@ HOUSEKEEPING = ("/health", "/metrics", STATS_PATH)
 
 MAX_REQUEST_ID = 128
 
+_METHODS = frozenset(("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"))
+
 
 @attrs.define(eq=False)
 class Exchange:
@@ -38,7 +40,14 @@ class Exchange:
 
     @property
     def method(self) -> str:
-        return self.scope["method"]
+        """As a label: a client may call its method anything, and each would make one."""
+        method = self.scope["method"]
+        return method if method in _METHODS else "other"
+
+    @property
+    def housekeeping(self) -> bool:
+        """Whether it is of those that come every few seconds, and say nothing about traffic."""
+        return route_path(self.scope) in HOUSEKEEPING
 
     @property
     def route(self) -> str:
@@ -102,13 +111,13 @@ class Observe:
         form, path = self._settings.access_log, exchange.scope["path"]
         if form is None or not access_log.isEnabledFor(logging.INFO):
             return
-        if path in HOUSEKEEPING and not self._settings.access_log_health:
+        if exchange.housekeeping and not self._settings.access_log_health:
             return
         client = (exchange.scope.get("client") or ("-",))[0]
         if form == "json":
             record = {
                 "client": client,
-                "method": exchange.method,
+                "method": exchange.scope["method"],
                 "path": path,
                 "status": exchange.status,
                 "seconds": round(seconds, 6),
@@ -122,7 +131,7 @@ class Observe:
         access_log.info(
             "%s %s %s %d %d bytes %.3f s model=%s id=%s",
             client,
-            exchange.method,
+            exchange.scope["method"],
             json.dumps(path)[1:-1],  # a line break in a path must not make a line of its own
             exchange.status,
             exchange.sent,

@@ -12,7 +12,8 @@ from starlette.routing import Route
 from mistralrs_sdk import MistralRsError, Model, ModelStatus
 from mistralrs_sdk.server.errors import HttpError, known_model, read_json
 from mistralrs_sdk.server.sse import unless_disconnected
-from mistralrs_sdk.server.targets import find_target, label_model
+from mistralrs_sdk.server.targets import label_model
+from mistralrs_sdk.server.translation import check_keys
 
 
 def routes() -> list[Route]:
@@ -68,22 +69,26 @@ async def model_status(request: Request) -> JSONResponse:
 
 async def re_isq(request: Request) -> JSONResponse:
     """Quantise the weights of a running model to another type, and wait for it."""
-    target = await find_target(request, await read_json(request))
-    wanted = target.body.get("ggml_type")
+    body = await read_json(request)
+    check_keys(body, known=("ggml_type", "model"), refused={})
+    model: Model = request.app.state.model
+    model_id = known_model(model, body.get("model"))
+    shown = label_model(request, model_id)
+    wanted = body.get("ggml_type")
     if not isinstance(wanted, str | int) or isinstance(wanted, bool):
         raise HttpError(
             400,
             f'"ggml_type" ({wanted!r:.80}) must be a type such as "Q4K", or a number of bits',
             param="ggml_type",
         )
-    model: Model = request.app.state.model
-    await model.re_isq_model(wanted, model_id=target.model_id)
-    return JSONResponse({"model": target.shown, "ggml_type": wanted})
+    await model.re_isq_model(wanted, model_id=model_id)
+    return JSONResponse({"model": shown, "ggml_type": wanted})
 
 
 async def _asked_model(request: Request) -> str:
     """The model that the body names under "model_id"."""
     body = await read_json(request)
+    check_keys(body, known=("model_id",), refused={})
     name = body.get("model_id")
     if name is None:
         raise HttpError(400, '"model_id" is missing: give the id of a model', param="model_id")

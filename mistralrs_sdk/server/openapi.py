@@ -18,6 +18,7 @@ _OPEN = ("/health",)
 _WHAT = {
     400: "The request is at fault",
     401: "The API key is missing or wrong",
+    403: "A web page of another site asks, or the server is called by a name it does not have",
     404: "There is none of that name",
     409: "The server's state does not allow it",
     413: "The body is too long",
@@ -55,14 +56,17 @@ def description(request: Request) -> dict[str, Any]:
         if isinstance(route, Route)
         for method in route.methods or ()
     }
-    keyed = request.app.state.settings.api_key is not None
+    settings = request.app.state.settings
+    keyed = settings.api_key is not None
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         if (operation.method, operation.path) in there:
             needs_key = keyed and operation.path not in _OPEN
-            paths.setdefault(operation.path, {})[operation.method] = _operation(
-                operation, needs_key=needs_key
-            )
+            refused = settings.allowed_hosts is not None
+            refused = refused or (operation.method != "get" and not keyed)
+            more = (*((401,) if needs_key else ()), *((403,) if refused else ()))
+            described = _operation(operation, more, needs_key=needs_key)
+            paths.setdefault(operation.path, {})[operation.method] = described
     components: dict[str, Any] = {"schemas": SCHEMAS}
     if keyed:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -74,15 +78,16 @@ def description(request: Request) -> dict[str, Any]:
     }
 
 
-def _operation(operation: Operation, *, needs_key: bool) -> dict[str, Any]:
+def _operation(operation: Operation, more: tuple[int, ...], *, needs_key: bool) -> dict[str, Any]:
     schema = {} if operation.schema is None else {"schema": _named(operation.schema)}
     content: dict[str, Any] = {operation.answer: schema}
     if operation.streams:
         content["text/event-stream"] = {}
     answers: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
-    errors = (*operation.statuses, *((401,) if needs_key else ()))
-    for status in sorted(errors):
-        error = {"application/json": {"schema": _named(operation.error)}}
+    usual = "Error" if operation.error == "Health" else operation.error
+    errors = dict.fromkeys(operation.statuses, operation.error) | dict.fromkeys(more, usual)
+    for status, shape in sorted(errors.items()):
+        error = {"application/json": {"schema": _named(shape)}}
         answers[str(status)] = {"description": _WHAT[status], "content": error}
     described: dict[str, Any] = {"summary": operation.summary, "responses": answers}
     names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]

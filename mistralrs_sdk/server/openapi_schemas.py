@@ -92,7 +92,7 @@ _SAMPLING: dict[str, Any] = {
     "ignore_eos": _maybe(_FLAG),
     "max_tokens": _maybe(_whole(1)),
     "stream": _maybe(_FLAG),
-    "stream_options": _maybe(_object({"include_usage": _maybe(_FLAG)}, open=True)),
+    "stream_options": _maybe(_object({"include_usage": _maybe(_FLAG)})),
     "grammar": _maybe(_GRAMMAR),
     "truncate_sequence": _maybe(_FLAG),
     "adapter": _maybe(_TEXT),
@@ -199,11 +199,10 @@ _REQUESTS: dict[str, dict[str, Any]] = {
     "DetokenizeRequest": _object(
         {"tokens": _IDS, "model": _maybe(_NAME), "skip_special_tokens": _maybe(_FLAG)}, "tokens"
     ),
-    "ModelIdRequest": _object({"model_id": _NAME}, "model_id", open=True),
+    "ModelIdRequest": _object({"model_id": _NAME}, "model_id"),
     "ReIsqRequest": _object(
         {"ggml_type": {"type": ["string", "integer"]}, "model": _maybe(_NAME)},
         "ggml_type",
-        open=True,
     ),
     "LoadAdapterRequest": _object(
         {
@@ -215,12 +214,10 @@ _REQUESTS: dict[str, dict[str, Any]] = {
             "model": _maybe(_NAME),
         },
         *("lora_name", "lora_path"),
-        open=True,
     ),
     "UnloadAdapterRequest": _object(
         {"lora_name": _WORDS, "expected_generation": _maybe(_TEXT), "model": _maybe(_NAME)},
         "lora_name",
-        open=True,
     ),
     "Session": _object({"messages": _MAPS}, "messages", open=True),
     "ApprovalDecision": _object(

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from mistralrs_sdk import ChatCompletionChunkResponse, Model
 from mistralrs_sdk.server.chat import prepare_chat
-from mistralrs_sdk.server.errors import HttpError, read_json
+from mistralrs_sdk.server.errors import RETRY_AFTER_SECONDS, HttpError, read_json
 from mistralrs_sdk.server.responses_api_events import ResponseAnswer
 from mistralrs_sdk.server.responses_api_request import ResponseRequest, previous_id, read_request
 from mistralrs_sdk.server.responses_store import ResponsesStore, StoredResponse
@@ -67,8 +67,18 @@ class _Run:
 
 async def _create(store: ResponsesStore, request: Request) -> Response:
     target, asked = await _read(store, request)
+    if asked.background and store.is_full:
+        raise HttpError(
+            429,
+            "too many answers are made in the background: come back when some have ended",
+            code="queue_full",
+            headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+        )
     stored = StoredResponse(
-        answer=ResponseAnswer(asked.response), items=asked.items, messages=asked.messages
+        answer=ResponseAnswer(asked.response),
+        items=asked.items,
+        messages=asked.messages,
+        request_bytes=request.state.body_bytes,
     )
     run = _Run(
         model=request.app.state.model,

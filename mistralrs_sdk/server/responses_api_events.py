@@ -30,6 +30,8 @@ class ResponseAnswer:
         self.usage: Usage | None = None
         self.error: Exception | None = None
         """Why it failed."""
+        self.characters = 0
+        """How much it holds, roughly."""
         self._number = 0
         self._kind: _Kind | None = None
         self._item_id = ""
@@ -62,7 +64,10 @@ class ResponseAnswer:
         for choice in chunk.choices:
             delta = choice.delta
             events += self._withdraw(choice.withdrawn_tool_calls)
-            self._held += _token_logprobs(choice.logprobs)
+            self.characters += len(delta.reasoning_content or "") + len(delta.content or "")
+            held = _token_logprobs(choice.logprobs)
+            self.characters += sum(300 + 300 * len(each["top_logprobs"]) for each in held)
+            self._held += held
             if delta.reasoning_content:
                 events += self._open("reasoning")
                 self._thoughts.append(delta.reasoning_content)
@@ -74,6 +79,7 @@ class ResponseAnswer:
                     self._grow("response.output_text.delta", delta.content, logprobs=self._held)
                 )
             for call in delta.tool_calls or ():
+                self.characters += len(call.function.arguments)
                 events += self._grow_call(call)
             if delta.reasoning_content or delta.content or delta.tool_calls:
                 self._held = []

@@ -271,7 +271,7 @@ def _response(given: Mapping[str, Any], *, model: str, background: bool) -> dict
         "temperature": given.get("temperature", 1.0),
         "presence_penalty": given.get("presence_penalty", 0.0),
         "frequency_penalty": given.get("frequency_penalty", 0.0),
-        "text": {"format": {"type": "text"}, **given.get("text", {})},
+        "text": {"format": {"type": "text"}, **_set(given.get("text", {}))},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": [
             {"description": None, "parameters": None, "strict": None, **tool}
@@ -283,6 +283,10 @@ def _response(given: Mapping[str, Any], *, model: str, background: bool) -> dict
         "usage": None,
         "user": given.get("user"),
     }
+
+
+def _set(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _required(given: Mapping[str, Any], key: str) -> Any:

@@ -27,6 +27,8 @@ class StoredResponse:
     """The input of its request."""
     messages: Sequence[Message]
     """The turns before the answer, without instructions."""
+    request_bytes: int = 0
+    """The length of its request, for what is kept of that: items, instructions, tools."""
     task: asyncio.Task[None] | None = None
     created: float = 0.0
 
@@ -47,7 +49,8 @@ class StoredResponse:
     @property
     def characters(self) -> int:
         """How much it holds, roughly; what several answers share counts for each."""
-        return sum(len(message["content"]) + 200 for message in self.messages)
+        turns = sum(map(_characters, self.messages))
+        return turns + self.request_bytes + self.answer.characters
 
     def conversation(self) -> list[Message]:
         """Return all turns, the answer included, for a request that goes on from it."""
@@ -90,7 +93,6 @@ class ResponsesStore:
         self._max_characters = max_characters
         self._clock = clock
         self._stored: dict[str, StoredResponse] = {}
-        self._characters = 0
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -99,14 +101,20 @@ class ResponsesStore:
         """Keep an answer, and let go of those it is too many with."""
         stored.created = self._clock()
         self._stored[stored.id] = stored
-        self._characters += stored.characters
         self._forget_old()
+        characters = sum(each.characters for each in self._stored.values())
         for each in list(self._stored.values()):
-            full = len(self._stored) > self._max_responses
-            if not full and self._characters <= self._max_characters:
+            if len(self._stored) <= self._max_responses and characters <= self._max_characters:
                 break
             if not each.running and each is not stored:
-                self._drop(each)
+                characters -= each.characters
+                del self._stored[each.id]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what runs takes all there is: none of that is let go of."""
+        running = [each.characters for each in self._stored.values() if each.running]
+        return len(running) >= self._max_responses or sum(running) >= self._max_characters
 
     def get(self, id: str) -> StoredResponse | None:
         """Return the answer with this id, None if there is none (any more)."""
@@ -118,13 +126,13 @@ class ResponsesStore:
         stored = self.get(id)
         if stored is None:
             return False
-        self._drop(stored)
+        del self._stored[id]
         await stored.cancel()
         return True
 
     async def aclose(self) -> None:
         """Stop what runs in the background, and forget everything."""
-        stored, self._stored, self._characters = list(self._stored.values()), {}, 0
+        stored, self._stored = list(self._stored.values()), {}
         for each in stored:
             await each.cancel()
 
@@ -134,8 +142,11 @@ class ResponsesStore:
             if each.created >= oldest:
                 break
             if not each.running:
-                self._drop(each)
+                del self._stored[each.id]
 
-    def _drop(self, stored: StoredResponse) -> None:
-        del self._stored[stored.id]
-        self._characters -= stored.characters
+
+def _characters(message: Message) -> int:
+    """What a turn holds, with something for the objects that hold it."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    texts = (message["content"], message.get("reasoning_content", ""))
+    return sum(map(len, texts)) + sum(len(call["arguments"]) + 400 for call in calls) + 200

@@ -10,6 +10,9 @@ from mistralrs_sdk import Model, RequestError
 from mistralrs_sdk.server.errors import HttpError, known_model, read_json
 from mistralrs_sdk.server.targets import label_model
 
+MAX_SESSION_BYTES = 4 * 2**20
+"""The longest session that can be imported: more text than a context holds, and many are kept."""
+
 
 def routes() -> list[Route]:
     """The routes of this module."""
@@ -34,7 +37,9 @@ async def export_session(request: Request) -> JSONResponse:
 async def import_session(request: Request) -> JSONResponse:
     """Keep turns under an id, in place of what was there."""
     session_id, model_id = _named(request)
-    _model(request).import_session(session_id, await read_json(request), model_id=model_id)
+    limit = min(MAX_SESSION_BYTES, request.app.state.settings.max_body_bytes)
+    session = await read_json(request, limit)
+    _model(request).import_session(session_id, session, model_id=model_id)
     return JSONResponse({"session_id": session_id, "imported": True})
 
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Any, Literal
 
 import attrs
 
-from mistralrs_sdk import ConfigError
+from mistralrs_sdk import AgentPermission, ConfigError
 
 MIB = 2**20
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", re.ASCII)
+_HOST = re.compile(r"[^/?#@:*\s]+")
 
-def _tuple(values: Any) -> Any:
-    return tuple(values) if isinstance(values, list) else values
+
+def _lower(values: Any) -> Any:
+    """A tuple of what browsers send in lower case."""
+    if not isinstance(values, list | tuple):
+        return values
+    return tuple(each.lower() if isinstance(each, str) else each for each in values)
+
+
+def _permission(value: Any) -> Any:
+    known = isinstance(value, str) and value in list(AgentPermission)
+    return AgentPermission(value) if known else value
 
 
 @attrs.frozen(kw_only=True)
@@ -29,8 +41,13 @@ class ServerSettings:
     """0 lets the system choose a free one."""
     api_key: str | None = attrs.field(default=None, repr=False)
     """What clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; None: nothing."""
-    cors_origins: tuple[str, ...] = attrs.field(default=(), converter=_tuple)
-    """Origins whose pages may call from a browser; "*" is any."""
+    cors_origins: tuple[str, ...] = attrs.field(default=(), converter=_lower)
+    """Origins whose pages may call from a browser, beside the server's own; "*" is any."""
+    allowed_hosts: tuple[str, ...] | None = attrs.field(default=None, converter=_lower)
+    """Names by which it may be called, beside addresses and localhost; None: any.
+
+    What a browser is told to be this machine under a name of somebody else's is refused then.
+    `serve` sets it where it listens on loopback without a key."""
     max_body_bytes: int = 50 * MIB
     keep_alive_seconds: float = 10
     """After this long without an event a stream gets a comment, so that nothing closes it."""
@@ -56,6 +73,11 @@ class ServerSettings:
     """Rounds of calls executed here, for requests that do not say; None: 256."""
     tool_dispatch_url: str | None = None
     """Where calls of tools that nothing here executes are sent; None: they end the answer."""
+    agent_permission: AgentPermission = attrs.field(
+        default=AgentPermission.AUTO, converter=_permission
+    )
+    """What holds for every call that is executed here: auto, ask or deny; a request may only be
+    stricter."""
 
     def __attrs_post_init__(self) -> None:
         _require(isinstance(self.host, str) and self.host != "", "host", self.host, "an address")
@@ -71,8 +93,14 @@ class ServerSettings:
                 usable, "api_key", "...", "printable ASCII and not empty: headers hold no more"
             )
         origins = self.cors_origins
-        listed = isinstance(origins, tuple) and all(isinstance(each, str) for each in origins)
-        _require(listed, "cors_origins", origins, 'a list of origins such as "https://example.org"')
+        # "null" is what any page can call itself, in a frame
+        listed = isinstance(origins, tuple) and all(map(_is_origin, origins))
+        wanted = 'a list of origins such as "https://example.org", without a path, or "*"'
+        _require(listed, "cors_origins", origins, wanted)
+        hosts = self.allowed_hosts
+        listed = isinstance(hosts, tuple) and all(map(_is_host, hosts))
+        wanted = 'None, or a list of names such as "chat.example.org", without a port'
+        _require(hosts is None or listed, "allowed_hosts", hosts, wanted)
         _require(
             self.access_log in ("text", "json", None),
             "access_log",
@@ -84,6 +112,9 @@ class ServerSettings:
         url = self.tool_dispatch_url
         valid = isinstance(url, str) and url.startswith(("http://", "https://"))
         _require(url is None or valid, "tool_dispatch_url", url, "an http:// or https:// address")
+        known = isinstance(self.agent_permission, AgentPermission)
+        wanted = f"one of {', '.join(AgentPermission)}"
+        _require(known, "agent_permission", self.agent_permission, wanted)
         for name in _SWITCHES:
             value = getattr(self, name)
             _require(isinstance(value, bool), name, value, "True or False")
@@ -91,7 +122,12 @@ class ServerSettings:
     @property
     def open_to_others(self) -> bool:
         """Whether other machines can reach it, without a key."""
-        return self.api_key is None and not _is_loopback(self.host)
+        return self.api_key is None and not self.on_loopback
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only programs of this machine can reach it, a browser among them."""
+        return _is_loopback(self.host)
 
 
 _SWITCHES = (
@@ -103,6 +139,14 @@ _SWITCHES = (
     "request_id_header",
     "web_page",
 )
+
+
+def _is_origin(value: object) -> bool:
+    return isinstance(value, str) and (value == "*" or _ORIGIN.fullmatch(value) is not None)
+
+
+def _is_host(value: object) -> bool:
+    return isinstance(value, str) and _HOST.fullmatch(value) is not None
 
 
 def _is_loopback(host: str) -> bool:

@@ -150,9 +150,9 @@ async def _unless_gone(request: Request, answer: Awaitable[T]) -> T:
     leaving = asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            return answering.result()
-        raise ClientDisconnect
+        if leaving.done():  # some servers say it once
+            raise ClientDisconnect
+        return answering.result()
     finally:
         await _cancelled(answering, leaving)
 

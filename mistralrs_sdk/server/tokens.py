@@ -28,8 +28,9 @@ def routes() -> list[Route]:
 
 async def tokenize(request: Request) -> JSONResponse:
     """Return the ids of a text ("prompt"), or of messages as the template renders them."""
-    target = await find_target(request, await read_json(request))
-    body = {key: value for key, value in target.body.items() if value is not None}
+    asked = await read_json(request)
+    target = await find_target(request, asked)  # an adapter's name will do: its model's tokens
+    body = {key: value for key, value in asked.items() if value is not None}
     source = "messages" if "messages" in body else "prompt"
     allowed = _CHAT if source == "messages" else _TEXT
     _check_keys(body, allowed | {source, "model"})
@@ -54,8 +55,9 @@ async def tokenize(request: Request) -> JSONResponse:
 
 async def detokenize(request: Request) -> JSONResponse:
     """Return the text of token ids ("tokens")."""
-    target = await find_target(request, await read_json(request))
-    body = {key: value for key, value in target.body.items() if value is not None}
+    asked = await read_json(request)
+    target = await find_target(request, asked)
+    body = {key: value for key, value in asked.items() if value is not None}
     _check_keys(body, {"tokens", "skip_special_tokens", "model"})
     ids = body.get("tokens")
     if not isinstance(ids, list):
