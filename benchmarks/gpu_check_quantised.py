@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -156,7 +157,7 @@ async def step_seconds(
 
 async def report_replays(check: Check, model: Model) -> None:
     """Decode steps were replayed, and no size has lost its graph."""
-    runner = await model.inner().thread.call(lambda engine: engine.runner)
+    runner: Any = await model.inner().thread.call(lambda engine: engine.runner)
     if runner.graphs is None:
         check.say("no graphs: FlashInfer does not attend")
         return

@@ -36,8 +36,9 @@ from mistralrs_sdk.quant.int4_groups import Int4Groups
 from tests.checkpoint_files import config_for, tensors_of, write_folder
 from tests.gpu_engine import gpu_engine
 from tests.gpu_weights import CPU, gpu_weights, make_exact, margins, tensor_bytes
-from tests.model_helpers import assert_idle, continue_ids, prompt, tiny_builder
+from tests.model_helpers import assert_idle, continue_ids, generated_ids, prompt, tiny_builder
 from tests.packed_models import gguf_of, open_path
+from tests.test_lora_model import adapter, ask
 
 PROMPTS = [prompt(n, seed=n) for n in (5, 40, 150)]
 SHORT = [prompt(n, seed=n) for n in (5, 40, 90)]
@@ -118,6 +119,20 @@ async def test_decodes_are_captured_with_quantised_weights():
             assert graphs is bool(played.graphs and played.graphs[0].stats.replayed)
 
     assert found[0] == found[1]
+
+
+async def test_adapters_add_to_quantised_layers():
+    """A row with one is another answer, beside rows without, which are as if there were none."""
+    async with await builder().with_isq(8).build() as model:
+        alone = generated_ids(await ask(model, None))
+    made = builder().with_lora().with_lora_adapter("a", adapter("a")).with_isq(8)
+    async with await made.build() as model:
+        names = (None, "a", None, "a")
+        found = await asyncio.gather(*(ask(model, name) for name in names))
+        first, second, third, fourth = map(generated_ids, found)
+
+    assert first == third == alone
+    assert second == fourth != alone
 
 
 # What is kept, and what it takes

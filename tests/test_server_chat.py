@@ -16,6 +16,7 @@ import pytest
 
 from mistralrs_sdk import InferenceError, Model
 from mistralrs_sdk.server import ServerSettings
+from mistralrs_sdk.server.sessions import MAX_SESSION_BYTES
 from tests.model_helpers import tiny_builder
 from tests.scripted_rounds import Say
 from tests.test_model_tools import ANSWER, scripted
@@ -369,11 +370,13 @@ async def test_a_session_goes_on_and_can_be_taken_along(model):
         again = await http.delete("/v1/sessions/ours")
         imported = await http.put("/v1/sessions/ours", json=kept)
         back = (await http.get("/v1/sessions/ours")).json()
+        long = {"messages": [{"role": "user", "content": "x" * MAX_SESSION_BYTES}]}
+        refused = await http.put("/v1/sessions/ours", json=long)
 
     assert first["session_id"] == "ours"
     assert [turn["role"] for turn in kept["messages"]] == ["user", "assistant"]
     assert (deleted.status_code, gone.status_code, again.status_code) == (200, 404, 404)
-    assert imported.status_code == 200
+    assert (imported.status_code, refused.status_code) == (200, 413)
     assert back == kept
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import anyio
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from mistralrs_sdk import MemoryGpuConfig, Model, ModelBuilder, PagedAttentionMetaBuilder
 from mistralrs_sdk.server import ServerSettings
-from mistralrs_sdk.server.sse import event_stream
+from mistralrs_sdk.server.sse import event_stream, unless_disconnected
 from tests.checkpoint_files import change_json
 from tests.model_helpers import assert_idle
 from tests.tiny_models import tiny_checkpoint
@@ -269,6 +269,32 @@ async def test_the_source_is_closed_when_the_client_leaves():
     await run(event_app(events, keep_alive=10), leaves_after=2)
 
     assert closed == [True]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_leaving_at_the_moment_the_answer_is_there_is_noticed(whole):
+    """Some servers say once that a client has left: it must not be missed then."""
+    closed, said = [], [{"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        if not said:
+            await asyncio.sleep(60)
+        return said.pop()
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            yield "data: x\n\n"
+        finally:
+            closed.append(True)
+
+    request = Request({"type": "http", "headers": []}, receive)
+    with anyio.fail_after(5), pytest.raises(ClientDisconnect):
+        if whole:
+            await unless_disconnected(request, asyncio.sleep(0, "answer"))
+        else:
+            await event_stream(request, events(), done=None, keep_alive=10)
+
+    assert closed == [True] * (not whole)
 
 
 async def test_a_server_that_stops_waiting_lets_go_of_its_requests(model):

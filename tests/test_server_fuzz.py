@@ -166,12 +166,13 @@ def test_what_was_found_stays_found(portal, model, path, body, status):
 
 
 @pytest.mark.parametrize(
-    "number", ["1e999", "-1e999", "1" + "0" * 400, "-" + "9" * 309, "9" * 5000]
+    "number",
+    ["1e999", "-1e999", "1" + "0" * 400, "-" + "9" * 309, "9" * 5000],
+    ids=["1e999", "-1e999", "400 digits", "-309 digits", "5000 digits"],
 )
 @pytest.mark.parametrize("path", sorted(POSTS))
-def test_a_number_that_is_too_large_is_no_json(portal, model, path, digits):
+def test_a_number_that_is_too_large_is_no_json(portal, model, path, number):
     """No float holds it: as a deadline it would overflow, in a schema it could not be sent back."""
-    number = "-1e999" if digits == 3 else "9" * digits
     app = create_app(model, settings=ServerSettings(access_log=None, allow_diagnostics=True))
     place = path.replace("{approval_id}", "some")
     bodies = [f'{{"a": [{number}]}}', f'{{"messages": "x", "prompt": "x", "deadline": {number}}}']

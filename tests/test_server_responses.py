@@ -298,6 +298,23 @@ async def test_background_runs_are_bounded(talker, monkeypatch):
     assert caught.value.response.headers["retry-after"] == "1"
 
 
+async def test_long_requests_fill_the_store(model, monkeypatch):
+    """What is kept of a request counts, be it in a place that is no turn of the conversation."""
+    small = functools.partial(ResponsesStore, max_characters=30_000)
+    monkeypatch.setattr("mistralrs_sdk.server.app.ResponsesStore", small)
+    async with serving(model) as url, connected(url) as client:
+        first = await client.responses.create(input="When?", **GREEDY)
+        for _ in range(2):
+            last = await client.responses.create(
+                input="When?", metadata={"notes": "x" * 16_000}, **GREEDY
+            )
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(first.id)
+        found = await client.responses.retrieve(last.id)
+
+    assert found.id == last.id
+
+
 async def test_what_is_null_is_as_if_it_were_not_there(client):
     """In what the answer repeats of the request, too."""
     unset = {"text": {"format": None}, "tools": None, "reasoning": None, "metadata": None}
