@@ -288,11 +288,13 @@ async def test_leaving_at_the_moment_the_answer_is_there_is_noticed(whole):
             closed.append(True)
 
     request = Request({"type": "http", "headers": []}, receive)
+    asking: Any = (
+        unless_disconnected(request, asyncio.sleep(0, "answer"))
+        if whole
+        else event_stream(request, events(), done=None, keep_alive=10)
+    )
     with anyio.fail_after(5), pytest.raises(ClientDisconnect):
-        if whole:
-            await unless_disconnected(request, asyncio.sleep(0, "answer"))
-        else:
-            await event_stream(request, events(), done=None, keep_alive=10)
+        await asking
 
     assert closed == [True] * (not whole)
 
