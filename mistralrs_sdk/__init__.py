@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from mistralrs_sdk.handle.model import Model
     from mistralrs_sdk.handle.registry import ModelStatus
     from mistralrs_sdk.isq import IsqBits, IsqType
-    from mistralrs_sdk.plan import MemoryPlan
+    from mistralrs_sdk.plan import DevicePlan, MemoryPlan
     from mistralrs_sdk.runner import Runner
     from mistralrs_sdk.runner_requests import ChatCompletionRequest, CompletionRequest
     from mistralrs_sdk.sampling_params import DrySamplingParams, SamplingParams, StopTokens
@@ -218,6 +218,7 @@ _HOME = {
     "DeviceLayerMapMetadata": "device_map",
     "DeviceMapMetadata": "device_map",
     "DeviceMapSetting": "device_map",
+    "DevicePlan": "plan",
     "DiffusionGenerationParams": "unsupported_names",
     "DiffusionLoaderType": "unsupported_names",
     "DiffusionModelBuilder": "unsupported_names",
@@ -367,6 +368,7 @@ __all__ = [
     "DeviceLayerMapMetadata",
     "DeviceMapMetadata",
     "DeviceMapSetting",
+    "DevicePlan",
     "DiffusionGenerationParams",
     "DiffusionLoaderType",
     "DiffusionModelBuilder",

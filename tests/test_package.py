@@ -131,10 +131,13 @@ TORCH_FREE = (
     "unsupported_names",
 )
 HOMES = {  # a library, and the only places that may import it
+    "agents": ("integrations/openai_agents",),
     "flashinfer": ("attention/flashinfer.py",),
+    "langchain_core": ("integrations/langchain",),
     "llguidance": ("constraints/",),
     "mcp": ("tools/mcp_client.py",),
     "prometheus_client": ("server/metrics.py",),
+    "pydantic_ai": ("integrations/pydantic_ai",),
     "ray": ("integrations/ray_serve.py",),
     "starlette": ("server/",),
     "transformers": ("models/transformers.py", "loading/"),

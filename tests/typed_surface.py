@@ -81,7 +81,8 @@ def describe_models() -> list[ModelBuilder]:
 async def load_models() -> Model:
     lora = m.LoraModelBuilder.from_text_model_builder(m.TextModelBuilder("x"))
     plan: m.MemoryPlan = await ModelBuilder("x").plan()
-    print(plan, await lora.build())
+    devices: tuple[m.DevicePlan, ...] = plan.devices
+    print(plan, devices, await lora.build())
     embedder = m.EmbeddingModelBuilder("e")
     return await m.MultiModelBuilder().add_model_with_alias("e", embedder).build()
 

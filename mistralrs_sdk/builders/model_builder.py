@@ -210,7 +210,9 @@ class ModelBuilder(AdapterMethods, ToolMethods, RefusedSettings):
         return self._configure("with_flashinfer", flashinfer=on)
 
     def with_cuda_graphs(self, on: bool = True) -> Self:
-        """Capture decode steps as CUDA graphs, or never. Default: where FlashInfer attends.
+        """Capture decode steps as CUDA graphs, or never.
+
+        Default: where FlashInfer attends, unless ranks hold the model.
 
         `build()` fails with every reason if they are asked for and cannot be had. Unset,
         MISTRALRS_CUDA_GRAPHS can switch them off.
