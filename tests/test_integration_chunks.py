@@ -26,7 +26,7 @@ from tests.framework_models import (
     talking_builder,
 )
 from tests.model_helpers import assert_idle
-from tests.test_withdrawn_calls import chunks_of
+from tests.test_withdrawn_calls import CUT, TEXT, chunks_of
 
 OSLO: dict[str, Any] = {"messages": "Oslo?", "temperature": 0}
 ENDLESS: dict[str, Any] = {"messages": "Hi", "temperature": 0, "ignore_eos": True}
@@ -65,6 +65,17 @@ def test_calls_come_whole_and_with_the_end():
     assert all(chunk.choices[0].delta.tool_calls is None for chunk in before)
     (call,) = last.choices[0].delta.tool_calls
     assert (call.index, call.continues, call.function.arguments) == (0, False, ARGUMENTS)
+
+
+def test_a_withdrawn_call_is_never_shown():
+    """Its pieces were there, and are none: the last chunk has no call, and all of the text."""
+    chunks = chunks_of(*CUT)
+    calls = WholeCalls()
+    seen = [chunk for chunk in map(calls.shown, chunks) if chunk is not None]
+
+    assert any(chunk.choices[0].delta.tool_calls for chunk in chunks)
+    assert not any(chunk.choices[0].delta.tool_calls for chunk in seen)
+    assert joined(seen).choices[0].delta.content == TEXT
 
 
 async def test_what_only_began_like_a_call_is_text(tmp_path):
