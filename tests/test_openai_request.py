@@ -179,6 +179,7 @@ def test_unknown_keys_are_named():
         ({"stop": 5}, '"stop"'),
         ({"tools": WEATHER}, '"tools"'),
         ({"logit_bias": {"x": 1}}, "logits_bias token id"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logits_bias token id"),
         ({"logit_bias": [1]}, '"logit_bias"'),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),

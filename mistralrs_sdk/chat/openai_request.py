@@ -215,7 +215,7 @@ def _bias(bias: Any) -> dict[int, float] | None:
         return None
     found: dict[Any, float] = {}
     for token, value in _mapping("logit_bias", bias).items():
-        if isinstance(token, str) and token.isdecimal():
+        if isinstance(token, str) and token.isdecimal() and len(token) < 20:  # else it is no id
             token = int(token)
         found[token] = value
     return found
