@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mistralrs_sdk.quant.device_kind import DeviceKind, Parts
-from mistralrs_sdk.quant.linear_method import DENSE
+from mistralrs_sdk.quant.linear_method import KeptInParts
 
 
 @attrs.frozen
@@ -22,7 +22,7 @@ class KindRows:
 
 
 @attrs.frozen
-class DeviceMethod:
+class DeviceMethod(KeptInParts):
     """Each part in its form; bfloat16 in and out."""
 
     parts: tuple[KindRows, ...]
@@ -40,27 +40,6 @@ class DeviceMethod:
     def num_bytes(self, in_features: int) -> int:
         """Memory the weight takes."""
         return sum(part.kind.num_bytes(part.count, in_features) for part in self.parts)
-
-    def create_weights(
-        self,
-        module: nn.Module,
-        *,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        DENSE.create_weights(
-            module,
-            in_features=in_features,
-            out_features=out_features,
-            bias=bias,
-            dtype=dtype,
-            device=device,
-        )
-        module.register_parameter("weight", None)
-        cast(Any, module).packed = ()
 
     def from_encoded(self, module: nn.Module, pieces: Iterable[tuple[Parts, int]]) -> None:
         """Keep what the forms have encoded: pieces with their numbers of rows, from the top.

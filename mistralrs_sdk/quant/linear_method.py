@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,3 +74,28 @@ class DenseMethod:
 
 
 DENSE = DenseMethod()
+
+
+class KeptInParts:
+    """A method whose weight is tensors of its own form, in `module.packed`."""
+
+    def create_weights(
+        self,
+        module: nn.Module,
+        *,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        DENSE.create_weights(
+            module,
+            in_features=in_features,
+            out_features=out_features,
+            bias=bias,
+            dtype=dtype,
+            device=device,
+        )
+        module.register_parameter("weight", None)
+        cast(Any, module).packed = ()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mistralrs_sdk.kernels import matmul
 from mistralrs_sdk.kernels.matmul import PackedWeight
-from mistralrs_sdk.quant.linear_method import DENSE
+from mistralrs_sdk.quant.linear_method import KeptInParts
 from mistralrs_sdk.quant.quantise import quantise, stored_type
 
 
@@ -24,7 +24,7 @@ class Rows:
 
 
 @attrs.frozen
-class PackedMethod:
+class PackedMethod(KeptInParts):
     """Some rows of the weight in one GGML type, the next ones in another; float32 in and out.
 
     Inputs of quantised rows are rounded to 8 bits but for their `peaks`, as in `matmul.linear`.
@@ -48,27 +48,6 @@ class PackedMethod:
         """Memory the weight takes."""
         shapes = [(part.ggml_type, (part.count, in_features)) for part in self.parts]
         return sum(matmul.packed_bytes(*shape) for shape in shapes)
-
-    def create_weights(
-        self,
-        module: nn.Module,
-        *,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        DENSE.create_weights(
-            module,
-            in_features=in_features,
-            out_features=out_features,
-            bias=bias,
-            dtype=dtype,
-            device=device,
-        )
-        module.register_parameter("weight", None)
-        cast(Any, module).packed = ()
 
     def from_blocks(self, module: nn.Module, blocks: Sequence[Tensor]) -> None:
         """Keep stored blocks, uint8 [rows, bytes], one tensor per part; float16 for "F16"."""
